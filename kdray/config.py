@@ -1,0 +1,86 @@
+"""What the user wishes: frozen and validated here, never written to afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kdray.errors import ConfigError
+
+Mode = Literal["tree", "chain", "plain"]
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16"]
+
+MAX_BUDGET = 1024
+MAX_CANDIDATES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: which model, on how many ranks, speculating how, within which limits.
+
+    model               "demo" or the path of a Hugging Face-format folder
+    drafter             "auto" (the demo's own for the demo, else none), "none", or a DFlash folder
+    tp                  tensor-parallel ranks, one process (and one GPU) each
+    dtype               "auto": float32 on a CPU, bfloat16 on a GPU
+    mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
+    candidates          K, the drafter's best tokens kept at every depth
+    max_requests        requests that run at the same time; further ones wait
+    max_model_len       longest prompt + output in tokens; None: what the model allows
+    prefill_chunk       prompt tokens run in one step, over all requests
+    page_size           token slots in a KV page
+    num_pages           KV pages; None: enough for max_requests of max_model_len, capped by
+                        kv_memory_bytes
+    kv_memory_bytes     KV memory a rank may take, in bytes, where num_pages is None
+    threads             torch threads a rank on a CPU; None: the cores divided by the ranks
+    norm_eps_qkv        epsilon of the q_a and kv_a norms; None: 1e-6, as published weights expect
+    start_timeout_s     longest wait for placement, and again for the ranks to come up
+    step_timeout_s      longest wait of one rank for another inside a step
+    """
+
+    model: str = "demo"
+    drafter: str = "auto"
+    tp: int = 1
+    device: Device = "auto"
+    dtype: DType = "auto"
+    mode: Mode = "tree"
+    budget: int = 16
+    candidates: int = 16
+    max_requests: int = 16
+    max_model_len: int | None = None
+    prefill_chunk: int = 512
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_bytes: int = 1 << 30
+    threads: int | None = None
+    norm_eps_qkv: float | None = None
+    start_timeout_s: float = 120.0
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, get_args(Mode))
+        _one_of("device", self.device, get_args(Device))
+        _one_of("dtype", self.dtype, get_args(DType))
+        _between("tp", self.tp, 1, 1024)
+        _between("budget", self.budget, 0, MAX_BUDGET)
+        _between("candidates", self.candidates, 1, MAX_CANDIDATES)
+        _between("max_requests", self.max_requests, 1, 4096)
+        _between("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        _between("page_size", self.page_size, 1, 4096)
+        for name in ("max_model_len", "num_pages", "threads"):
+            value = getattr(self, name)
+            if value is not None:
+                _between(name, value, 1, 1 << 40)
+        for name in ("kv_memory_bytes", "start_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")

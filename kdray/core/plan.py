@@ -1,0 +1,155 @@
+"""All that passes between the driver and the verifiers: one plan down, one result up.
+
+Rows. A step runs, for every planned request, its known tokens without KV and behind them the
+draft nodes of its tree. The last known token is the tree's root (node 0). So a prefill chunk is many
+known tokens and no drafts, plain decoding one known token and no drafts, speculation one and
+`budget` drafts. Row i of a request sits at cache position num_cached + i (its scratch place until
+commit); a known token's position in the text is the same, a draft node's is the root's position
+plus its depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdray.core.request import SamplingParams
+
+Array = Any  # numpy.ndarray in core's own tests, torch.Tensor in the engine
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedRequest:
+    """One request's part in a step.
+
+    slot         0 <= slot < max_requests; the request keeps it while it runs
+    num_cached   tokens whose KV is stored
+    known        [m] int32, m >= 1: tokens at positions num_cached ..; the last one is the root
+    budget       draft nodes wanted behind the root; 0 where m > 1 (prefill)
+    pages        [P] int32 page table; covers num_cached + m + budget positions
+    samples      False for a prompt chunk that is not the last: nothing is drawn
+    seed         addresses the noise
+    num_prompt   prompt tokens among the history (the rest is output)
+    history      [num_cached + m] int32, all known tokens, where sampling.uses_history; else None
+    """
+
+    request_id: str
+    slot: int
+    num_cached: int
+    known: Int32Array
+    budget: int
+    pages: Int32Array
+    samples: bool
+    sampling: SamplingParams
+    seed: int
+    num_prompt: int
+    end_token_ids: frozenset[int] = frozenset()
+    history: Int32Array | None = None
+
+    @property
+    def root_position(self) -> int:
+        return self.num_cached + len(self.known) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """What one step runs; row r of every batch array belongs to requests[r]."""
+
+    step: int
+    requests: tuple[PlannedRequest, ...]
+
+    @property
+    def max_budget(self) -> int:
+        return max((request.budget for request in self.requests), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The drafter's best tokens per depth, best first; absent ones carry score ABSENT (core.tree).
+
+    token   [R, L, K] int32
+    score   [R, L, K] int32, log-prob in fixed point (core.tree, the score contract)
+    """
+
+    token: Array
+    score: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftTrees:
+    """A batch of draft trees, padded to N nodes; entries at or beyond num_nodes[r] mean nothing.
+
+    token, parent, depth, score   [R, N] int32; node 0 is the root, parent[0] = -1, parent[i] < i
+    mask                          [R, N, ceil(N/32)] int32 words: bit j of row i is set where node j
+                                  is node i or an ancestor of it
+    num_nodes                     [R] int32, root counted
+    """
+
+    token: Array
+    parent: Array
+    depth: Array
+    score: Array
+    mask: Array
+    num_nodes: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verified:
+    """What the target says.
+
+    token      [R, N] int32: the target's token after each node
+    features   [T, F]: hidden states the drafter reads, a row per row of the step (known, then
+               drafts, request after request); F = 0 where nobody reads them
+    """
+
+    token: Array
+    features: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AcceptedPaths:
+    """The accepted way through each tree.
+
+    node     [R, D] int32: node numbers from the root on; entries from length[r] on mean nothing
+    length   [R] int32: nodes on the path, root counted = the accept length of the step
+    bonus    [R] int32: the target's token after the last node of the path; the next root
+    """
+
+    node: Array
+    length: Array
+    bonus: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """What one request gained: accepted draft tokens and the bonus token, in order."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    num_drafted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Results in the plan's order. A prompt chunk that does not sample gains no token."""
+
+    step: int
+    requests: tuple[RequestResult, ...]
+
+
+class VerifierGroup(Protocol):
+    """All ranks of the target model as one object. Calls alternate: verify, commit, verify, ..
+
+    A commit may be deferred and travel with the next verify; it takes effect before any KV of that
+    next step is written.
+    """
+
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified: ...
+
+    def commit(self, paths: AcceptedPaths) -> None: ...
+
+    def close(self) -> None: ...

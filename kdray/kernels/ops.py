@@ -1,0 +1,124 @@
+"""The ops of a round: one contract, two implementations (reference.py in torch, CUDA through CuPy).
+
+Shape letters: R requests, T rows of a step, N nodes of a tree, L depth, K candidates, H heads,
+C latent dim, D rope dim, S cache slots, V vocabulary, W words of an ancestor row = ceil(N / 32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
+from kdray.core.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionBatch:
+    """Who may see whom in one step.
+
+    Request r owns rows row_start[r] .. row_start[r + 1]: num_known[r] known tokens, then the draft
+    nodes 1 .. of its tree (the last known token is node 0). Row i's own KV is at cache position
+    num_cached[r] + i. A known row sees every position up to its own; a draft node sees all cached and
+    all known positions and, of the draft nodes, its ancestors and itself.
+
+    row_start    R + 1 offsets          num_cached, num_known   R host integers each
+    page_table   [R, P] int32 page ids; position p of request r is slot
+                 page_table[r, p // page_size] * page_size + p % page_size
+    mask         [R, N, W] int32 ancestor bits, as in DraftTrees
+    """
+
+    row_start: tuple[int, ...]
+    num_cached: tuple[int, ...]
+    num_known: tuple[int, ...]
+    page_table: Tensor
+    page_size: int
+    mask: Tensor
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R, P * page_size] int64: the cache slot of every position of every request."""
+        offsets = torch.arange(self.page_size, device=self.page_table.device)
+        return (self.page_table.long()[:, :, None] * self.page_size + offsets).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingRows:
+    """How each of M rows of logits is drawn.
+
+    params     M entries; rows of one request share the object
+    seed       M integers, 0 <= seed < 2^63
+    position   M integers: the absolute position of the token being drawn (its node's position + 1)
+    history    M entries: (prompt tokens, output tokens up to and including this row's own node) where
+               the row's params.uses_history, else None
+    end_token_ids   M sets: tokens held back until params.min_tokens outputs exist
+    """
+
+    params: Sequence[SamplingParams]
+    seed: Sequence[int]
+    position: Sequence[int]
+    history: Sequence[tuple[Sequence[int], Sequence[int]] | None]
+    end_token_ids: Sequence[frozenset[int]]
+
+
+class Ops(Protocol):
+    """Chosen once, by load_ops(device); everybody else receives it."""
+
+    def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens of each row with their full-vocabulary log-probs in fixed point.
+
+        logits [.., V] float -> token [.., k] int32, score [.., k] int32 (core.tree's contract), by
+        value descending, then token id ascending. NaN and -inf logits are absent (score ABSENT) and
+        come last. V < k pads with absent entries of token 0.
+        """
+        ...
+
+    def build_trees(
+        self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]
+    ) -> DraftTrees:
+        """Best-first DDTree of every request; roots [R] int32. N = 1 + max(budgets).
+
+        Equals core.tree.build_tree exactly.
+        """
+        ...
+
+    def verify_attention(
+        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+    ) -> Tensor:
+        """Absorbed MLA over the paged latent cache with a draft tree behind the prefix.
+
+        query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the visible
+        keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
+        The rows' own KV is already in the cache.
+        """
+        ...
+
+    def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Addressed sampling (core.sampling): logits [M, V] float32 -> [M] int32."""
+        ...
+
+    def accept_paths(self, trees: DraftTrees, target: Tensor, depth: int) -> AcceptedPaths:
+        """Follow the target's tokens [R, N] int32 through each tree; paths hold 1 + depth nodes.
+
+        Equals core.tree.follow. A malformed tree yields a path of the root alone.
+        """
+        ...
+
+    def commit_kv(self, caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+        """Copy cache rows source [M] -> target [M] (slot numbers, int64) in every cache [S, ..].
+
+        All rows are read before any is written.
+        """
+        ...
+
+
+def load_ops(device: str | torch.device) -> Ops:
+    """The implementation for a device; the only place that asks which one."""
+    from kdray.kernels.reference import ReferenceOps
+
+    return ReferenceOps(torch.device(device))
