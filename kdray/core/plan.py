@@ -1,8 +1,8 @@
 """All that passes between the driver and the verifiers: one plan down, one result up.
 
 Rows. A step runs, for every planned request, its known tokens without KV and behind them the
-draft nodes of its tree. The last known token is the tree's root (node 0). So a prefill chunk is many
-known tokens and no drafts, plain decoding one known token and no drafts, speculation one and
+draft nodes of its tree. The last known token is the tree's root (node 0). So a prefill chunk is
+many known tokens and no drafts, plain decoding one known token and no drafts, speculation one and
 `budget` drafts. Row i of a request sits at cache position num_cached + i (its scratch place until
 commit); a known token's position in the text is the same, a draft node's is the root's position
 plus its depth.

@@ -1,0 +1,1 @@
+"""The side that decides: schedules requests, drafts, builds trees, accepts, commits."""

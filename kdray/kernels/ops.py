@@ -24,8 +24,8 @@ class AttentionBatch:
 
     Request r owns rows row_start[r] .. row_start[r + 1]: num_known[r] known tokens, then the draft
     nodes 1 .. of its tree (the last known token is node 0). Row i's own KV is at cache position
-    num_cached[r] + i. A known row sees every position up to its own; a draft node sees all cached and
-    all known positions and, of the draft nodes, its ancestors and itself.
+    num_cached[r] + i. A known row sees every position up to its own; a draft node sees all cached
+    and all known positions and, of the draft nodes, its ancestors and itself.
 
     row_start    R + 1 offsets          num_cached, num_known   R host integers each
     page_table   [R, P] int32 page ids; position p of request r is slot
@@ -53,9 +53,9 @@ class SamplingRows:
 
     params     M entries; rows of one request share the object
     seed       M integers, 0 <= seed < 2^63
-    position   M integers: the absolute position of the token being drawn (its node's position + 1)
-    history    M entries: (prompt tokens, output tokens up to and including this row's own node) where
-               the row's params.uses_history, else None
+    position   M integers: absolute position of the token being drawn (its node's position + 1)
+    history    M entries: (prompt tokens, output tokens up to and including this row's own node)
+               where the row's params.uses_history, else None
     end_token_ids   M sets: tokens held back until params.min_tokens outputs exist
     """
 
@@ -92,8 +92,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Absorbed MLA over the paged latent cache with a draft tree behind the prefix.
 
-        query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the visible
-        keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
+        query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the
+        visible keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
         The rows' own KV is already in the cache.
         """
         ...

@@ -1,0 +1,177 @@
+"""Rank 0: the driver and its own verifier in one process, and the face other processes call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kdray.actors.rendezvous import Rendezvous, make_folder, remove_folder
+from kdray.config import EngineConfig
+from kdray.core.request import SamplingParams
+from kdray.driver.scheduler import RequestOutput
+from kdray.driver.step_loop import StepLoop
+from kdray.engine import Engine, build_engine, make_request, resolve
+from kdray.errors import EngineClosed
+from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.verifier.channel import ZmqSender
+from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.local_group import LocalGroup
+from kdray.verifier.rank_group import RankGroup
+from kdray.verifier.verifier import Verifier
+
+# One entry a request: id, tokens, accept length, finish reason.
+StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
+_STOP_TIMEOUT_S = 10.0
+_LOOPBACK = "127.0.0.1"
+
+
+class DriverActor:
+    """An asyncio actor: calls are answered while the step loop runs in a thread of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._store: dist.TCPStore | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._collectives: TorchCollectives | None = None
+        self._engine: Engine | None = None
+        self._loop: StepLoop | None = None
+        self._subscribers: set[asyncio.Queue[StepMessage | None]] = set()
+
+    async def open_rendezvous(self) -> Rendezvous:
+        """The place where all ranks meet; on one host, so over the loopback."""
+        self._store, port = open_store(_LOOPBACK, self._config.start_timeout_s)
+        self._rendezvous = Rendezvous(host=_LOOPBACK, port=port, folder=make_folder())
+        return self._rendezvous
+
+    async def start(self) -> dict[str, Any]:
+        """Load the model and begin to step; returns info(). Raises what went wrong."""
+        asyncio_loop = asyncio.get_running_loop()
+        self._loop = StepLoop(
+            build=self._build,
+            emit=lambda outputs: asyncio_loop.call_soon_threadsafe(self._publish, outputs),
+            on_end=lambda: asyncio_loop.call_soon_threadsafe(self._end_streams),
+        )
+        self._loop.start()
+        await asyncio.wrap_future(self._loop.ready)
+        return await self.info()
+
+    async def info(self) -> dict[str, Any]:
+        """What callers need to know of the engine: plain values only."""
+        engine = self._running_engine()
+        facts, speculation = engine.facts, engine.speculation
+        return {
+            "name": facts.name,
+            "model_folder": str(facts.target),
+            "max_model_len": facts.max_model_len,
+            "vocab_size": facts.model.vocab_size,
+            "end_token_ids": sorted(facts.model.eos_token_ids),
+            "mode": speculation.mode,
+            "budget": speculation.budget,
+            "ranks": self._config.tp,
+            "device": facts.device.type,
+            "dtype": str(facts.dtype).removeprefix("torch."),
+            "page_size": self._config.page_size,
+            "num_pages": facts.num_pages,
+            "pid": os.getpid(),
+        }
+
+    async def submit(
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> None:
+        """Queue a request. Raises InvalidRequest, EngineClosed or RankFailed."""
+        engine = self._running_engine()
+        request = make_request(request_id, prompt, sampling, engine.facts)
+        self._step_loop().submit(request)
+
+    async def abort(self, request_id: str) -> None:
+        self._step_loop().abort(request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        return asdict(self._step_loop().stats())
+
+    async def outputs(self) -> AsyncIterator[StepMessage]:
+        """One message a step, for all requests, from the moment of the call to the end.
+
+        Ends quietly after stop(); raises the cause where the engine failed.
+        """
+        messages: asyncio.Queue[StepMessage | None] = asyncio.Queue()
+        self._subscribers.add(messages)
+        try:
+            if self._step_loop().failure is not None:
+                messages.put_nowait(None)
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            self._subscribers.discard(messages)
+        failure = self._step_loop().failure
+        if failure is not None:
+            raise failure
+
+    async def stop(self) -> None:
+        """End the step loop and tell the other ranks. Idempotent."""
+        if self._loop is not None:
+            await asyncio.to_thread(self._loop.close, _STOP_TIMEOUT_S)
+        if self._rendezvous is not None:
+            remove_folder(self._rendezvous.folder)
+
+    def _build(self) -> Engine:
+        """In the step loop's thread, so that threads and devices are set where they are used."""
+        config = self._config
+        facts = resolve(config)
+        torch.set_num_threads(facts.threads)
+        collectives = self._meet(facts.device)
+        self._engine = build_engine(
+            config,
+            facts,
+            shard=Shard(0, config.tp),
+            collectives=collectives,
+            make_group=lambda verifier: self._group(verifier, collectives),
+        )
+        return self._engine
+
+    def _meet(self, device: torch.device) -> Collectives:
+        config, rendezvous = self._config, self._rendezvous
+        if config.tp == 1 or rendezvous is None:
+            return SoloCollectives()
+        self._collectives = TorchCollectives(
+            rank=0,
+            size=config.tp,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            device=device,
+            timeout_s=config.step_timeout_s,
+        )
+        return self._collectives
+
+    def _group(self, verifier: Verifier, collectives: Collectives) -> LocalGroup | RankGroup:
+        config, rendezvous = self._config, self._rendezvous
+        if config.tp == 1 or rendezvous is None:
+            return LocalGroup(verifier)
+        endpoints = [rendezvous.endpoint(rank) for rank in range(1, config.tp)]
+        sender = ZmqSender(endpoints, timeout_s=config.step_timeout_s)
+        return RankGroup(verifier, sender, collectives)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        message = [(o.request_id, o.token_ids, o.accept_length, o.finish_reason) for o in outputs]
+        for subscriber in self._subscribers:
+            subscriber.put_nowait(message)
+
+    def _end_streams(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber.put_nowait(None)
+
+    def _step_loop(self) -> StepLoop:
+        if self._loop is None:
+            raise EngineClosed("the engine has not been started")
+        return self._loop
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosed("the engine has not been started")
+        return self._engine

@@ -1,0 +1,50 @@
+"""Every rank but 0: a verifier that follows rank 0 step by step."""
+
+from __future__ import annotations
+
+import torch
+
+from kdray.actors.rendezvous import Rendezvous
+from kdray.config import EngineConfig
+from kdray.engine import build_verifier, resolve
+from kdray.kernels.ops import load_ops
+from kdray.model.parallel import Shard
+from kdray.verifier.channel import ZmqReceiver
+from kdray.verifier.collectives import TorchCollectives
+from kdray.verifier.rank_group import RankWorker
+
+
+class VerifierActor:
+    """start() loads the shard; run() is entered once and left at the end."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._worker: RankWorker | None = None
+
+    def start(self, rendezvous: Rendezvous) -> None:
+        config, rank = self._config, self._rank
+        facts = resolve(config)
+        torch.set_num_threads(facts.threads)
+        collectives = TorchCollectives(
+            rank=rank,
+            size=config.tp,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            device=facts.device,
+            timeout_s=config.step_timeout_s,
+        )
+        verifier = build_verifier(
+            config,
+            facts,
+            load_ops(facts.device),
+            shard=Shard(rank, config.tp),
+            collectives=collectives,
+        )
+        receiver = ZmqReceiver(rendezvous.endpoint(rank))
+        self._worker = RankWorker(verifier, receiver, collectives, facts.device)
+
+    def run(self) -> int:
+        """Steps until rank 0 says stop; returns how many."""
+        assert self._worker is not None, "start comes before run"
+        return self._worker.run()

@@ -1,0 +1,162 @@
+"""The driver: runs one speculative step after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kdray.core.budget import Speculation
+from kdray.core.plan import (
+    AcceptedPaths,
+    Candidates,
+    DraftTrees,
+    RequestResult,
+    StepPlan,
+    StepResult,
+    Verified,
+    VerifierGroup,
+)
+from kdray.core.request import Request
+from kdray.driver.scheduler import RequestOutput, Scheduler
+from kdray.driver.stages import StageClock
+from kdray.kernels.ops import Ops
+from kdray.model.drafter import Drafter
+
+
+@dataclass(slots=True)
+class DriverCounters:
+    """Totals since the start. accept_lengths counts speculative steps of single requests."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    verified_rows: int = 0
+    accept_lengths: Counter[int] = field(default_factory=Counter)
+
+
+class Driver:
+    """Owns the drafter, the tree builder, the acceptance and the schedule; talks to the verifiers.
+
+    Not thread-safe: one thread submits, steps and aborts.
+    """
+
+    def __init__(
+        self,
+        *,
+        verifiers: VerifierGroup,
+        drafter: Drafter | None,
+        ops: Ops,
+        scheduler: Scheduler,
+        speculation: Speculation,
+        device: torch.device,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = StageClock()
+        self.counters = DriverCounters()
+        self.verifiers = verifiers
+        self._drafter = drafter
+        self._ops = ops
+        self._depth = speculation.depth
+        self._device = device
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest where it can never run."""
+        self.scheduler.validate(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        return self.scheduler.abort(request_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput] | None:
+        """One round for every request that can run; None where there is nothing to do."""
+        with self.clock.stage("schedule"):
+            plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        result = self.round(plan)
+        with self.clock.stage("schedule"):
+            outputs = self.scheduler.update(plan, result)
+            self._count(plan, outputs)
+        return outputs
+
+    def round(self, plan: StepPlan) -> StepResult:
+        """Draft, build, verify, accept, commit."""
+        roots = self._roots(plan)
+        with self.clock.stage("draft"):
+            candidates = self._propose(plan, roots)
+        with self.clock.stage("build"):
+            trees = self._ops.build_trees(candidates, roots, [r.budget for r in plan.requests])
+        with self.clock.stage("verify"):
+            verified = self.verifiers.verify(plan, trees)
+        with self.clock.stage("accept"):
+            paths = self._ops.accept_paths(trees, verified.token, self._depth)
+        with self.clock.stage("commit"):
+            self.verifiers.commit(paths)
+            self._extend(plan, trees, paths, verified)
+            return _result(plan, trees, paths)
+
+    def close(self) -> None:
+        self.verifiers.close()
+
+    def _roots(self, plan: StepPlan) -> Tensor:
+        roots = [int(request.known[-1]) for request in plan.requests]
+        return torch.tensor(roots, dtype=torch.int32, device=self._device)
+
+    def _propose(self, plan: StepPlan, roots: Tensor) -> Candidates:
+        if self._drafter is None or plan.max_budget == 0:
+            return _no_candidates(len(plan.requests), self._device)
+        return self._drafter.propose(plan, roots)
+
+    def _extend(
+        self, plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths, verified: Verified
+    ) -> None:
+        if self._drafter is not None:
+            row_start = _row_start(plan, trees.num_nodes.tolist())
+            self._drafter.extend(plan, paths, verified.features, row_start)
+
+    def _count(self, plan: StepPlan, outputs: Sequence[RequestOutput]) -> None:
+        counters = self.counters
+        counters.steps += 1
+        for request in plan.requests:
+            counters.prompt_tokens += max(
+                0, min(request.num_prompt - request.num_cached, len(request.known))
+            )
+            counters.verified_rows += len(request.known) + request.budget
+        for output in outputs:
+            counters.generated_tokens += len(output.token_ids)
+            if output.accept_length is not None:
+                counters.accept_lengths[output.accept_length] += 1
+
+
+def _no_candidates(num_requests: int, device: torch.device) -> Candidates:
+    empty = torch.zeros(num_requests, 0, 0, dtype=torch.int32, device=device)
+    return Candidates(token=empty, score=empty)
+
+
+def _row_start(plan: StepPlan, num_nodes: Sequence[int]) -> list[int]:
+    """R + 1 offsets: known rows, then draft rows, request after request."""
+    starts = [0]
+    for request, nodes in zip(plan.requests, num_nodes, strict=True):
+        starts.append(starts[-1] + len(request.known) + nodes - 1)
+    return starts
+
+
+def _result(plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths) -> StepResult:
+    """The accepted draft tokens and the bonus token of every request that sampled."""
+    token, node = trees.token.tolist(), paths.node.tolist()
+    length, bonus, num_nodes = paths.length.tolist(), paths.bonus.tolist(), trees.num_nodes.tolist()
+    results = []
+    for r, request in enumerate(plan.requests):
+        drafts = [token[r][i] for i in node[r][1 : length[r]]]
+        gained = (*drafts, bonus[r]) if request.samples else ()
+        results.append(
+            RequestResult(
+                request_id=request.request_id, tokens=gained, num_drafted=num_nodes[r] - 1
+            )
+        )
+    return StepResult(step=plan.step, requests=tuple(results))

@@ -1,0 +1,24 @@
+"""Where a step's time goes: seconds by verb."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+VERBS = ("draft", "build", "verify", "accept", "commit")
+
+
+class StageClock:
+    """Adds up wall-clock seconds a verb; `schedule` is the time outside the five."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys((*VERBS, "schedule"), 0.0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start

@@ -1,0 +1,155 @@
+"""The thread that steps the engine, and the thread-safe front others talk to."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kdray.core.request import Request
+from kdray.driver.driver import Driver
+from kdray.driver.scheduler import RequestOutput
+from kdray.errors import EngineClosed, RankFailed
+
+Emit = Callable[[list[RequestOutput]], None]
+_IDLE_POLL_S = 1.0
+
+
+class HasDriver(Protocol):
+    """What building the engine yields (kdray.engine.Engine)."""
+
+    @property
+    def driver(self) -> Driver: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverStats:
+    """A snapshot between two steps. Seconds and counts since the start.
+
+    accept_lengths   accept length -> speculative steps of single requests that gained so many
+    stage_seconds    verb -> wall-clock seconds
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    verified_rows: int = 0
+    preemptions: int = 0
+    accept_lengths: dict[int, int] = field(default_factory=dict)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class StepLoop:
+    """Builds an engine in a thread of its own and steps it while there is work.
+
+    `emit` gets one list a step, in that thread. After a failure in a step nothing runs any more:
+    `failure` holds the cause, on_end is called once, and submit raises it.
+    """
+
+    def __init__(
+        self, build: Callable[[], HasDriver], emit: Emit, on_end: Callable[[], None]
+    ) -> None:
+        self.ready: Future[HasDriver] = Future()
+        self.failure: BaseException | None = None
+        self._build = build
+        self._emit = emit
+        self._on_end = on_end
+        self._inbox: queue.SimpleQueue[Callable[[Driver], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._stats = DriverStats()
+        self._thread = threading.Thread(target=self._run, name="kdray-step-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest, EngineClosed or RankFailed at once."""
+        self._check_open()
+        self.ready.result().driver.scheduler.validate(request)
+        self._inbox.put(lambda driver: driver.submit(request))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request before the next step; unknown ids are fine."""
+        self._inbox.put(lambda driver: _abort(driver, request_id))
+
+    def stats(self) -> DriverStats:
+        return self._stats
+
+    def close(self, timeout_s: float) -> None:
+        """Stop after the step that is running. Open requests are dropped."""
+        self._closed.set()
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise RankFailed(f"the engine has failed: {self.failure}")
+        if self._closed.is_set():
+            raise EngineClosed("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self.failure = error
+            self.ready.set_exception(error)
+            return
+        self._stats = snapshot(engine.driver)
+        self.ready.set_result(engine)
+        try:
+            self._steps(engine.driver)
+            engine.driver.close()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._on_end()
+
+    def _steps(self, driver: Driver) -> None:
+        busy = False
+        while not self._closed.is_set():
+            self._drain(driver, wait=not busy)
+            outputs = driver.step()
+            busy = outputs is not None
+            self._stats = snapshot(driver)
+            if outputs:
+                self._emit(outputs)
+
+    def _drain(self, driver: Driver, *, wait: bool) -> None:
+        """Apply what others asked for; where idle, wait for the first of it."""
+        try:
+            action = self._inbox.get(timeout=_IDLE_POLL_S) if wait else self._inbox.get_nowait()
+            while True:
+                if action is not None:
+                    action(driver)
+                action = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+
+def snapshot(driver: Driver) -> DriverStats:
+    """The driver's counters and gauges as they are now."""
+    counters, scheduler = driver.counters, driver.scheduler
+    return DriverStats(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        pages_used=scheduler.pages.num_used,
+        pages_total=scheduler.pages.num_pages,
+        prompt_tokens=counters.prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        steps=counters.steps,
+        verified_rows=counters.verified_rows,
+        preemptions=scheduler.num_preemptions,
+        accept_lengths=dict(counters.accept_lengths),
+        stage_seconds=dict(driver.clock.seconds),
+    )
+
+
+def _abort(driver: Driver, request_id: str) -> None:
+    driver.abort(request_id)

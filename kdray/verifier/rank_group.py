@@ -1,0 +1,136 @@
+"""Tensor-parallel ranks as one VerifierGroup: a header by ZeroMQ, the trees by broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
+from kdray.model.parallel import Collectives
+from kdray.verifier.verifier import Verifier
+from kdray.verifier.wire import Kind, StepHeader, decode, encode
+
+
+class HeaderSender(Protocol):
+    """Rank 0's end of the control channel: every rank gets every message, in order."""
+
+    def send(self, message: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HeaderReceiver(Protocol):
+    """Another rank's end."""
+
+    def receive(self) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class RankGroup:
+    """Rank 0's side. Holds its own verifier; tells the other ranks what to run beside it.
+
+    A commit waits for the next step's header, so that a step costs one message; all ranks apply it
+    before that step writes any KV.
+    """
+
+    def __init__(self, verifier: Verifier, sender: HeaderSender, collectives: Collectives) -> None:
+        self._verifier = verifier
+        self._sender = sender
+        self._collectives = collectives
+        self._pending: AcceptedPaths | None = None
+
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified:
+        paths, self._pending = self._pending, None
+        header = StepHeader(
+            kind=Kind.STEP,
+            plan=plan,
+            num_nodes=trees.token.shape[1],
+            num_words=trees.mask.shape[2],
+            commit_width=paths.node.shape[1] if paths else 0,
+        )
+        self._sender.send(encode(header))
+        if paths is not None:
+            self._collectives.broadcast(_pack_paths(paths))
+            self._verifier.commit(paths)
+        self._collectives.broadcast(_pack_trees(trees))
+        return self._verifier.verify(plan, trees)
+
+    def commit(self, paths: AcceptedPaths) -> None:
+        self._pending = paths
+
+    def close(self) -> None:
+        self._sender.send(encode(StepHeader(kind=Kind.STOP, plan=None)))
+        self._sender.close()
+
+
+class RankWorker:
+    """The side of every other rank: run() follows rank 0 until it says stop."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        receiver: HeaderReceiver,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._verifier = verifier
+        self._receiver = receiver
+        self._collectives = collectives
+        self._device = device
+        self._num_requests = 0
+
+    def run(self) -> int:
+        """Steps until STOP; returns how many."""
+        steps = 0
+        while True:
+            header = decode(self._receiver.receive())
+            if header.plan is None:
+                self._receiver.close()
+                return steps
+            self._step(header.plan, header)
+            steps += 1
+
+    def _step(self, plan: StepPlan, header: StepHeader) -> None:
+        if header.commits:
+            shape = (self._num_requests, header.commit_width + 2)
+            self._verifier.commit(_unpack_paths(self._receive(shape)))
+        self._num_requests = len(plan.requests)
+        width = header.num_nodes * (3 + header.num_words) + 1
+        packed = self._receive((self._num_requests, width))
+        self._verifier.verify(plan, _unpack_trees(packed, header))
+
+    def _receive(self, shape: Sequence[int]) -> Tensor:
+        buffer = torch.empty(tuple(shape), dtype=torch.int32, device=self._device)
+        return self._collectives.broadcast(buffer)
+
+
+def _pack_trees(trees: DraftTrees) -> Tensor:
+    """[R, N * (3 + W) + 1] int32: token, parent, depth, mask words, node count."""
+    columns = (trees.token, trees.parent, trees.depth, trees.mask.flatten(1))
+    return torch.cat([*columns, trees.num_nodes[:, None]], dim=1).contiguous()
+
+
+def _unpack_trees(packed: Tensor, header: StepHeader) -> DraftTrees:
+    n, w = header.num_nodes, header.num_words
+    token, parent, depth, mask, num_nodes = packed.split([n, n, n, n * w, 1], dim=1)
+    return DraftTrees(
+        token=token,
+        parent=parent,
+        depth=depth,
+        score=torch.zeros_like(token),
+        mask=mask.unflatten(1, (n, w)),
+        num_nodes=num_nodes[:, 0],
+    )
+
+
+def _pack_paths(paths: AcceptedPaths) -> Tensor:
+    """[R, D + 2] int32: nodes, length, bonus."""
+    return torch.cat([paths.node, paths.length[:, None], paths.bonus[:, None]], dim=1).contiguous()
+
+
+def _unpack_paths(packed: Tensor) -> AcceptedPaths:
+    return AcceptedPaths(node=packed[:, :-2], length=packed[:, -2], bonus=packed[:, -1])

@@ -1,0 +1,75 @@
+"""One rank: verifies draft trees with its shard of the target, and keeps its KV."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
+from kdray.kernels.ops import Ops
+from kdray.model.target import TargetModel
+from kdray.verifier.kv_cache import KVCache
+from kdray.verifier.layout import StepLayout, lay_out, sampling_rows, slots_of
+
+
+class Verifier:
+    """A shard of the target model with its cache.
+
+    The rank that draws tokens (rank 0) uses the result of verify; the others run the same forward
+    pass for its collectives and their part of the KV.
+    """
+
+    def __init__(self, model: TargetModel, cache: KVCache, ops: Ops, *, draws: bool = True) -> None:
+        self.model = model
+        self.cache = cache
+        self._ops = ops
+        self._draws = draws
+        self._device = cache.layers[0].device
+        self._layout: StepLayout | None = None
+
+    @torch.inference_mode()
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified:
+        """Run the plan's rows, write their KV, draw the target's token after every node."""
+        layout = lay_out(plan, trees, self.cache.page_size, self._device)
+        self._layout = layout
+        output = self.model.forward(layout.batch, self.cache.layers)
+        token = torch.zeros_like(trees.token)
+        if len(layout.drawn_rows):
+            logits = self.model.logits(output.hidden[layout.drawn_rows])
+            if self._draws:
+                drawn = self._ops.sample_tokens(logits, sampling_rows(layout))
+                token[layout.drawn_at] = drawn.to(token.dtype)
+        return Verified(token=token, features=output.features)
+
+    @torch.inference_mode()
+    def commit(self, paths: AcceptedPaths) -> None:
+        """Make the accepted KV of the step just verified contiguous behind what was cached."""
+        assert self._layout is not None, "commit follows verify"
+        source, target = accepted_slots(self._layout, paths, self.cache.page_size)
+        if len(source):
+            self._ops.commit_kv(self.cache.layers, source.to(self._device), target.to(self._device))
+        self._layout = None
+
+
+def accepted_slots(
+    layout: StepLayout, paths: AcceptedPaths, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Slots that move: from each accepted node's scratch place to its place in the text.
+
+    Nodes already in place are left out. Returns two [M] int64 tensors.
+    """
+    node, length = paths.node.cpu().numpy(), paths.length.tolist()
+    sources, targets = [], []
+    for r, request in enumerate(layout.plan.requests):
+        path = node[r, : length[r]].astype(np.int64)
+        places = np.arange(len(path), dtype=np.int64)
+        moves = path != places
+        if moves.any():
+            sources.append(slots_of(request, request.root_position + path[moves], page_size))
+            targets.append(slots_of(request, request.root_position + places[moves], page_size))
+    empty = np.zeros(0, dtype=np.int64)
+    return (
+        torch.from_numpy(np.concatenate([empty, *sources])),
+        torch.from_numpy(np.concatenate([empty, *targets])),
+    )

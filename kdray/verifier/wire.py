@@ -1,0 +1,117 @@
+"""The step header: what rank 0 tells the other ranks before a step, in a fixed layout, no pickle.
+
+    magic, kind, step, requests R, nodes N, draft words W, commit (1 where paths of the step before
+    are to be applied), path width D            8 int32
+    per request: slot, num_cached, known m, budget, pages P, samples    6 int32
+    known tokens of all requests, then page tables of all requests      int32
+
+Token ids, masks and paths live on the device and travel by broadcast (rank_group); only what the
+host decides is here. Sampling parameters are not: rank 0 draws.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdray.core.plan import PlannedRequest, StepPlan
+from kdray.core.request import SamplingParams
+
+MAGIC = 0x6B647231  # "kdr1": a header of another version is refused, not misread
+_HEAD = 8
+_PER_REQUEST = 6
+_GREEDY = SamplingParams()
+
+
+class Kind(enum.IntEnum):
+    STEP = 1
+    STOP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeader:
+    """One message. `plan` is None for STOP; plans arrive without what only rank 0 needs."""
+
+    kind: Kind
+    plan: StepPlan | None
+    num_nodes: int = 0
+    num_words: int = 0
+    commit_width: int = 0
+
+    @property
+    def commits(self) -> bool:
+        return self.commit_width > 0
+
+
+def encode(header: StepHeader) -> bytes:
+    requests = header.plan.requests if header.plan else ()
+    step = header.plan.step if header.plan else 0
+    head = [
+        MAGIC,
+        int(header.kind),
+        step & 0x7FFFFFFF,
+        len(requests),
+        header.num_nodes,
+        header.num_words,
+        int(header.commits),
+        header.commit_width,
+    ]
+    table = [
+        (r.slot, r.num_cached, len(r.known), r.budget, len(r.pages), int(r.samples))
+        for r in requests
+    ]
+    parts = [
+        np.array(head, dtype=np.int32),
+        np.array(table, dtype=np.int32).reshape(-1),
+        *(r.known for r in requests),
+        *(r.pages for r in requests),
+    ]
+    return np.concatenate(parts).astype("<i4").tobytes()
+
+
+def decode(message: bytes) -> StepHeader:
+    """Raises ValueError on a message of another version or of the wrong length."""
+    words: NDArray[np.int32] = np.frombuffer(message, dtype="<i4").astype(np.int32, copy=False)
+    if len(words) < _HEAD or words[0] != MAGIC:
+        raise ValueError("not a step header of this version: do all ranks run the same kdray?")
+    kind, step, count, num_nodes, num_words, _, commit_width = words[1:_HEAD].tolist()
+    if Kind(kind) is Kind.STOP:
+        return StepHeader(kind=Kind.STOP, plan=None)
+    table = words[_HEAD : _HEAD + count * _PER_REQUEST].reshape(count, _PER_REQUEST)
+    body = words[_HEAD + count * _PER_REQUEST :]
+    if len(body) != int(table[:, 2].sum() + table[:, 4].sum()):
+        raise ValueError("a step header of the wrong length")
+    known_end = np.cumsum(table[:, 2])
+    pages_end = known_end[-1] + np.cumsum(table[:, 4]) if count else table[:, 4]
+    requests = tuple(
+        _request(row, body[known_end[r] - row[2] : known_end[r]], body[end - row[4] : end])
+        for r, (row, end) in enumerate(zip(table, pages_end, strict=True))
+    )
+    return StepHeader(
+        kind=Kind.STEP,
+        plan=StepPlan(step=step, requests=requests),
+        num_nodes=num_nodes,
+        num_words=num_words,
+        commit_width=commit_width,
+    )
+
+
+def _request(
+    row: NDArray[np.int32], known: NDArray[np.int32], pages: NDArray[np.int32]
+) -> PlannedRequest:
+    slot, num_cached, _, budget, _, samples = row.tolist()
+    return PlannedRequest(
+        request_id="",
+        slot=slot,
+        num_cached=num_cached,
+        known=known,
+        budget=budget,
+        pages=pages,
+        samples=bool(samples),
+        sampling=_GREEDY,
+        seed=0,
+        num_prompt=0,
+    )
