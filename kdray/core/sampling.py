@@ -60,21 +60,23 @@ def adjust_logits(
 ) -> Float32Array:
     """Logits [V] after penalties, bias and held-back end tokens, as float32.
 
-    Repetition first (prompt and output), then frequency and presence (output alone), then the bias.
-    history is needed where params.uses_history. Token ids outside the vocabulary change nothing.
-    Raises ValueError where no token is left to draw.
+    Repetition first (prompt and output), then frequency and presence (output alone), then the bias;
+    end tokens are -inf while the output is shorter than min_tokens. history is needed where
+    params.uses_history. Token ids outside the vocabulary change nothing. Raises ValueError where no
+    token is left to draw.
     """
     adjusted = clean_logits(logits)
     if params.uses_history:
         if history is None:
             raise ValueError("these params depend on the history; pass (prompt, output) tokens")
-        _penalise(adjusted, params, *history)
+        prompt, output = history
+        _penalise(adjusted, params, prompt, output)
+        if len(output) < params.min_tokens:
+            adjusted[_known(end_token_ids, len(adjusted))] = -np.inf
     for token, value in params.logit_bias:
         if 0 <= token < len(adjusted):
             adjusted[token] += np.float32(value)
-    if params.min_tokens > 0 and history is not None and len(history[1]) < params.min_tokens:
-        adjusted[_known(end_token_ids, len(adjusted))] = -np.inf
-    if not adjusted.max(initial=-np.inf) > -np.inf:
+    if adjusted.max(initial=-np.inf) == -np.inf:
         raise ValueError("no finite logit is left to draw from")
     return adjusted
 
@@ -98,30 +100,52 @@ def _known(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
 
 
 def filter_logits(logits: Float32Array, params: SamplingParams) -> Float32Array:
-    """(logits - their maximum) / T [V], with -inf for every token top-k, top-p or min-p drops.
+    """Tempered logits [V] with -inf for every token that top-k, top-p or min-p drops.
 
-    Top-k first, top-p on what is left, min-p last; at equal logits the lower token id stays. The
-    most likely token always stays. The maximum is taken off first, so that no quotient overflows.
+    The order is temperature, top-k, top-p on what is left, min-p. The most likely token stays.
     """
-    temperature = np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
+    return drop_unlikely(temper(logits, params.temperature), params)
+
+
+def temper(logits: Float32Array, temperature: ArrayLike) -> Float32Array:
+    """(logits - their maximum) / temperature: [.., V] and [..] -> [.., V].
+
+    The maximum is taken off first, so that no quotient overflows and the best logits keep the most
+    bits beside the noise.
+    """
+    divisor = np.maximum(np.asarray(temperature, dtype=np.float64), SMALLEST_TEMPERATURE)
     with np.errstate(over="ignore"):
-        scaled: Float32Array = (logits - logits.max()) / temperature
-    if params.top_k > 0 or params.top_p < 1.0:
-        scaled = _keep_top(scaled, params.top_k or len(scaled), params.top_p)
-    if params.min_p > 0.0:
-        scaled[np.exp(scaled, dtype=np.float64) < params.min_p] = -np.inf
-    return scaled
+        tempered: Float32Array = logits - logits.max(axis=-1, keepdims=True)
+        tempered /= divisor.astype(np.float32)[..., None]
+    return tempered
 
 
-def _keep_top(scaled: Float32Array, top_k: int, top_p: float) -> Float32Array:
-    order = np.argsort(-scaled, kind="stable")[:top_k]
-    if top_p < 1.0:
-        weight = np.exp(scaled[order], dtype=np.float64)
+def drop_unlikely(tempered: Float32Array, params: SamplingParams) -> Float32Array:
+    """Top-k, then top-p on what is left, then min-p; at equal logits the lower token id stays.
+
+    tempered   [V], at most 0; a dropped token becomes -inf
+    """
+    order = np.argsort(-tempered, kind="stable")[: params.top_k or None]
+    weight = np.exp(tempered[order], dtype=np.float64)
+    if params.top_p < 1.0:
         before = np.cumsum(weight) - weight
-        order = order[before < top_p * weight.sum()]
-    kept = np.full_like(scaled, -np.inf)
-    kept[order] = scaled[order]
+        keep = before < params.top_p * weight.sum()
+        order, weight = order[keep], weight[keep]
+    if params.min_p > 0.0:
+        order = order[weight >= params.min_p]  # the largest weight is 1
+    kept = np.full_like(tempered, -np.inf)
+    kept[order] = tempered[order]
     return kept
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """False where adjust_logits leaves finite logits as they are."""
+    return params.uses_history or bool(params.logit_bias)
+
+
+def drops(params: SamplingParams) -> bool:
+    """False where drop_unlikely leaves every token."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def clean_logits(logits: ArrayLike) -> Float32Array:

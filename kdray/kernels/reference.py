@@ -1,0 +1,172 @@
+"""The ops of a round in torch, for any device: clear, exact, and the oracle of the CUDA kernels.
+
+Trees and sampling run on the host in core's own code, so the reference cannot drift from the paper;
+attention and top-k run on the tensors' device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
+from kdray.core.tree import (
+    ABSENT,
+    FRACTION_BITS,
+    MIN_LOGPROB,
+    WORD_BITS,
+    DraftTree,
+    Path,
+    ancestor_mask,
+    build_tree,
+    follow,
+)
+from kdray.kernels.ops import AttentionBatch, SamplingRows
+from kdray.kernels.reference_attention import AttentionTile, attend, tile_batch
+from kdray.kernels.reference_sampling import sample_tokens
+
+
+class ReferenceOps:
+    """kernels.ops.Ops without a kernel of our own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Every layer of a step attends alike, so who sees whom is laid out once a batch.
+        self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
+
+    def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As in Ops; a logit of +inf counts as the largest float32."""
+        rows = logits.float().reshape(-1, logits.shape[-1])
+        largest = torch.finfo(torch.float32).max
+        rows = rows.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+        token = _topk_tokens(rows, min(k, rows.shape[1]))
+        score = _quantise(rows.gather(1, token) - rows.logsumexp(dim=1, keepdim=True))
+        missing = (0, k - token.shape[1])
+        token = torch.nn.functional.pad(token.int(), missing, value=0)
+        score = torch.nn.functional.pad(score, missing, value=ABSENT)
+        shape = (*logits.shape[:-1], k)
+        return token.reshape(shape), score.reshape(shape)
+
+    def build_trees(
+        self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]
+    ) -> DraftTrees:
+        token, score = candidates.token.cpu().numpy(), candidates.score.cpu().numpy()
+        trees = [
+            build_tree(root, token[r], score[r], budget)
+            for r, (root, budget) in enumerate(zip(roots.tolist(), budgets, strict=True))
+        ]
+        return _pad_trees(trees, 1 + max([0, *budgets]), self.device)
+
+    def verify_attention(
+        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+    ) -> Tensor:
+        tiles = self._tiles.get(batch)
+        if tiles is None:
+            tiles = self._tiles[batch] = tile_batch(batch)
+        out = query.new_empty(*query.shape[:2], latent_dim)
+        for tile in tiles:
+            attend(query, cache, tile, scale, out)
+        return out
+
+    def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        token = sample_tokens(logits.float().cpu().numpy(), rows)
+        return torch.from_numpy(token).to(logits.device)
+
+    def accept_paths(self, trees: DraftTrees, target: Tensor, depth: int) -> AcceptedPaths:
+        drawn = target.cpu().numpy()
+        paths = [
+            _follow_or_stay(tree, drawn[r], depth) for r, tree in enumerate(_host_trees(trees))
+        ]
+        node = np.zeros((len(paths), 1 + depth), dtype=np.int32)
+        for row, path in zip(node, paths, strict=True):
+            row[: len(path.node)] = path.node
+        length = np.array([len(path.node) for path in paths], dtype=np.int32)
+        bonus = np.array([path.bonus for path in paths], dtype=np.int32)
+        node_t, length_t, bonus_t = (
+            torch.from_numpy(array).to(target.device) for array in (node, length, bonus)
+        )
+        return AcceptedPaths(node=node_t, length=length_t, bonus=bonus_t)
+
+    def commit_kv(self, caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+        for cache in caches:
+            cache[target] = cache[source]  # indexing copies: all is read before the first write
+
+
+def _topk_tokens(rows: Tensor, k: int) -> Tensor:
+    """The k best columns of [M, V] (no NaN), value descending, then column ascending: [M, k] int64.
+
+    torch.topk picks any of equal values. The k-th value is sure, though: everything above it is in,
+    and of those equal to it the first columns fill the rest.
+    """
+    if k == 0:
+        return rows.new_zeros(len(rows), 0, dtype=torch.int64)
+    kth = rows.topk(k, dim=1).values[:, -1:]
+    size = rows.shape[1]
+    column = torch.arange(size, dtype=torch.int32, device=rows.device)
+    precedence = torch.where(rows > kth, column - size, column)
+    precedence = precedence.masked_fill(rows < kth, size)
+    chosen = precedence.topk(k, dim=1, largest=False).values
+    token = torch.where(chosen < 0, chosen + size, chosen).long().sort(dim=1).values
+    order = rows.gather(1, token).sort(dim=1, descending=True, stable=True).indices
+    return token.gather(1, order)
+
+
+def _quantise(logprob: Tensor) -> Tensor:
+    """core.tree.quantise on a device: a float32 times a power of two is exact."""
+    absent = logprob.isnan() | logprob.isneginf()
+    clamped = logprob.nan_to_num(0.0).clamp(MIN_LOGPROB, 0.0)
+    return torch.round(clamped * 2**FRACTION_BITS).int().masked_fill(absent, ABSENT)
+
+
+def _pad_trees(trees: Sequence[DraftTree], num_nodes: int, device: torch.device) -> DraftTrees:
+    """Padding nodes are parentless, absent, and see themselves alone."""
+    shape = (len(trees), num_nodes)
+    token, depth = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    parent, score = np.full(shape, -1, np.int32), np.full(shape, ABSENT, np.int32)
+    mask = np.zeros((*shape, -(-num_nodes // WORD_BITS)), np.uint32)
+    node = np.arange(num_nodes)
+    mask[:, node, node // WORD_BITS] = np.left_shift(np.uint32(1), (node % WORD_BITS).astype("u4"))
+    for r, tree in enumerate(trees):
+        own = slice(0, tree.num_nodes)
+        token[r, own], parent[r, own] = tree.token, tree.parent
+        depth[r, own], score[r, own] = tree.depth, tree.score
+        words = ancestor_mask(tree.parent)
+        mask[r, own, : words.shape[1]] = words
+    counts = np.array([tree.num_nodes for tree in trees], np.int32)
+
+    def tensor(array: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return DraftTrees(
+        token=tensor(token),
+        parent=tensor(parent),
+        depth=tensor(depth),
+        score=tensor(score),
+        mask=tensor(mask.view(np.int32)),
+        num_nodes=tensor(counts),
+    )
+
+
+def _host_trees(trees: DraftTrees) -> list[DraftTree]:
+    columns = [
+        column.cpu().numpy() for column in (trees.token, trees.parent, trees.depth, trees.score)
+    ]
+    counts = trees.num_nodes.tolist()
+    width = trees.token.shape[1]
+    # A count that cannot be is cut to none: the walk then stays at the root.
+    counts = [count if 1 <= count <= width else 0 for count in counts]
+    return [DraftTree(*(column[r, :count] for column in columns)) for r, count in enumerate(counts)]
+
+
+def _follow_or_stay(tree: DraftTree, drawn: NDArray[np.int32], depth: int) -> Path:
+    """The target's way, at most `depth` drafts long; the root alone where the tree is malformed."""
+    try:
+        node = follow(tree, drawn).node[: 1 + depth]
+    except ValueError:
+        node = (0,)
+    return Path(node=node, bonus=int(drawn[node[-1]]))

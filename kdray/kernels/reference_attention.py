@@ -1,0 +1,150 @@
+"""Tree attention over the paged latent cache as dense matrix products.
+
+The rows of a batch are cut into tiles: short requests (decoding) side by side, padded to the
+longest of them; a long one (a prompt chunk) by itself, some rows at a time. A tile says which rows
+it holds, which slots their keys lie in, and who sees whom; it serves every layer of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kdray.core.tree import mask_to_bool
+from kdray.kernels.ops import AttentionBatch
+
+TILE_ROWS = 256  # rows of a long request attended at once
+SHORT_ROWS = 64  # requests of at most this many rows share a tile
+SPARE_KEYS = 256  # keys a request may be padded by before it gets a tile of shorter ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionTile:
+    """G requests by M rows by S keys, padded.
+
+    rows    [G * M] int64: rows of the batch; padding repeats a row of the same request
+    slots   [G * S] int64: cache slots of the keys; padding repeats the first, which is written
+    bias    [G, M, 1, S] float32: 0 where the row sees the key, else -inf
+    own     [n] int64: the places among G * M that are no padding
+    """
+
+    rows: Tensor
+    slots: Tensor
+    bias: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Rows first .. last of request r, and the S keys the last of them can see at most."""
+
+    r: int
+    first: int
+    last: int
+    num_keys: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
+
+
+def attend(query: Tensor, cache: Tensor, tile: AttentionTile, scale: float, out: Tensor) -> None:
+    """Attention of the tile's rows, written to out [T, H, C]; query [T, H, C + D] (ops.py)."""
+    groups, rows, _, keys = tile.bias.shape
+    heads, latent_dim = out.shape[1:]
+    q = query.index_select(0, tile.rows).float().view(groups, rows * heads, -1)
+    key = cache.index_select(0, tile.slots).float().view(groups, keys, -1)
+    scores = torch.bmm(q, key.transpose(1, 2)).mul_(scale)
+    weight = scores.view(groups, rows, heads, keys).add_(tile.bias).softmax(dim=-1)
+    mixed = torch.bmm(weight.view(groups, rows * heads, keys), key[..., :latent_dim])
+    mixed = mixed.view(groups * rows, heads, latent_dim).index_select(0, tile.own)
+    out[tile.rows.index_select(0, tile.own)] = mixed.to(out.dtype)
+
+
+def tile_batch(batch: AttentionBatch) -> list[AttentionTile]:
+    """Every row of the batch in exactly one tile."""
+    bits = mask_to_bool(batch.mask.cpu().numpy(), batch.mask.shape[1])
+    return [_tile(spans, batch, bits) for spans in _groups(batch)]
+
+
+def _groups(batch: AttentionBatch) -> Iterator[list[_Span]]:
+    """Spans that share a tile."""
+    short: list[_Span] = []
+    for r, (start, stop) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
+        spans = list(_spans(batch, r, stop - start))
+        if stop - start <= SHORT_ROWS:
+            short += spans
+        else:
+            yield from ([span] for span in spans)
+    group: list[_Span] = []
+    for span in sorted(short, key=lambda span: span.num_keys):
+        if group and span.num_keys > 2 * group[0].num_keys + SPARE_KEYS:
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
+
+
+def _spans(batch: AttentionBatch, r: int, num_rows: int) -> Iterator[_Span]:
+    for first in range(0, num_rows, TILE_ROWS):
+        last = min(first + TILE_ROWS, num_rows)
+        num_keys = batch.num_cached[r] + last
+        if num_keys > batch.page_table.shape[1] * batch.page_size:
+            raise ValueError(
+                f"request {r} reaches position {num_keys - 1}, beyond its page table; "
+                "reserve pages for known tokens and drafts before the step"
+            )
+        yield _Span(r=r, first=first, last=last, num_keys=num_keys)
+
+
+def _tile(spans: Sequence[_Span], batch: AttentionBatch, bits: NDArray[np.bool_]) -> AttentionTile:
+    num_rows = max(span.num_rows for span in spans)
+    num_keys = max(span.num_keys for span in spans)
+    rows = np.stack([_rows(span, batch, num_rows) for span in spans])
+    seen = np.stack([_seen(span, batch, bits, num_rows, num_keys) for span in spans])
+    bias = np.where(seen, np.float32(0.0), np.float32(-np.inf))[:, :, None]
+    own = np.arange(num_rows) < np.array([span.num_rows for span in spans])[:, None]
+    device = batch.page_table.device
+    return AttentionTile(
+        rows=torch.from_numpy(rows.ravel()).to(device),
+        slots=_slots(spans, batch, num_keys),
+        bias=torch.from_numpy(bias).to(device),
+        own=torch.from_numpy(np.flatnonzero(own)).to(device),
+    )
+
+
+def _rows(span: _Span, batch: AttentionBatch, num_rows: int) -> NDArray[np.int64]:
+    row = np.minimum(span.first + np.arange(num_rows), span.last - 1)
+    return batch.row_start[span.r] + row
+
+
+def _seen(
+    span: _Span, batch: AttentionBatch, bits: NDArray[np.bool_], num_rows: int, num_keys: int
+) -> NDArray[np.bool_]:
+    """[num_rows, num_keys]: known tokens in order, then of the drafts the ancestors and itself."""
+    root = batch.num_known[span.r] - 1
+    row = span.first + np.arange(num_rows)[:, None]
+    key = np.arange(num_keys) - batch.num_cached[span.r]  # the row whose KV it is; < 0: cached
+    seen = key <= np.minimum(row, root)
+    first_draft = max(span.first, root + 1)
+    if first_draft < span.last:
+        nodes = slice(first_draft - root, span.last - root)
+        drafts = slice(batch.num_cached[span.r] + root + 1, span.num_keys)
+        rows = slice(first_draft - span.first, span.num_rows)
+        seen[rows, drafts] = bits[span.r, nodes, 1 : span.last - root]
+    return seen
+
+
+def _slots(spans: Sequence[_Span], batch: AttentionBatch, num_keys: int) -> Tensor:
+    device = batch.page_table.device
+    which = torch.tensor([span.r for span in spans], device=device)
+    counts = torch.tensor([span.num_keys for span in spans], device=device)
+    slots = batch.slots[which, :num_keys]
+    written = torch.arange(num_keys, device=device) < counts[:, None]
+    return torch.where(written, slots, slots[:, :1]).flatten()
