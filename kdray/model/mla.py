@@ -1,0 +1,213 @@
+"""Multi-head latent attention in its two forms.
+
+A token's cache row is [c | k_rope]: its normalised latent (C numbers) and its rotated key (D),
+shared by all heads. Keys and values of head h are c W_UK[h] and c W_UV[h].
+
+Absorbed: the query takes W_UK in, attention runs on the latents themselves (ops.verify_attention).
+Expanded: the latents become keys and values per head; fewer FLOPs a pair, so it serves long prompt
+chunks (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdray.kernels.ops import AttentionBatch, Ops
+from kdray.model.layers import linear, rms_norm
+from kdray.model.rope import rotate
+
+EXPAND_FROM_ROWS = 128  # known rows from which expanding the latents pays
+KEY_BLOCK = 1024  # keys expanded at a time
+ROW_BLOCK = 512  # rows that attend at a time in the expanded form
+
+
+class LongRows(NamedTuple):
+    """Rows `rows` of the batch, consecutive positions of one text.
+
+    num_cached  positions before the first of them
+    slots       [num_cached + rows] int64: where their keys lie
+    """
+
+    rows: slice
+    num_cached: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSplit:
+    """Which rows attend in which form; made once a step, used by every layer.
+
+    absorbed        the requests of the absorbed form, None without any
+    absorbed_rows   [t] int64 their rows in the batch, None where they are all rows
+    """
+
+    absorbed: AttentionBatch | None
+    absorbed_rows: Tensor | None
+    expanded: tuple[LongRows, ...]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, expand_from: int = EXPAND_FROM_ROWS) -> AttentionSplit:
+        """Expand prompt chunks of `expand_from` rows or more; the rest stays absorbed."""
+        starts = batch.row_start
+        num_rows = [end - start for start, end in pairwise(starts)]
+        is_long = [
+            known >= expand_from and known == rows
+            for known, rows in zip(batch.num_known, num_rows, strict=True)
+        ]
+        if not any(is_long):
+            return cls(batch, None, ())
+        expanded = tuple(
+            piece for r, long in enumerate(is_long) if long for piece in _long_rows(batch, r)
+        )
+        short = [r for r, long in enumerate(is_long) if not long]
+        if not short:
+            return cls(None, None, expanded)
+        device = batch.page_table.device
+        rows = torch.cat([torch.arange(starts[r], starts[r + 1], device=device) for r in short])
+        return cls(_subset(batch, short), rows, expanded)
+
+
+def _long_rows(batch: AttentionBatch, request: int) -> Iterator[LongRows]:
+    """A prompt chunk in pieces of ROW_BLOCK rows, which bounds the scores held at a time."""
+    start, end = batch.row_start[request], batch.row_start[request + 1]
+    cached = batch.num_cached[request]
+    for first in range(start, end, ROW_BLOCK):
+        last = min(first + ROW_BLOCK, end)
+        yield LongRows(
+            rows=slice(first, last),
+            num_cached=cached + first - start,
+            slots=batch.slots[request, : cached + last - start],
+        )
+
+
+def _subset(batch: AttentionBatch, requests: list[int]) -> AttentionBatch:
+    """The batch of some requests alone, their rows packed."""
+    row_start = [0]
+    for r in requests:
+        row_start.append(row_start[-1] + batch.row_start[r + 1] - batch.row_start[r])
+    index = torch.tensor(requests, device=batch.page_table.device)
+    return AttentionBatch(
+        row_start=tuple(row_start),
+        num_cached=tuple(batch.num_cached[r] for r in requests),
+        num_known=tuple(batch.num_known[r] for r in requests),
+        page_table=batch.page_table[index],
+        page_size=batch.page_size,
+        mask=batch.mask[index],
+    )
+
+
+class Rows(NamedTuple):
+    """What every layer needs to know of the rows; made once a step.
+
+    turns   [T, D / 2] complex64 rotations (rope.py)
+    slot    [T] int64 cache slot of each row
+    """
+
+    turns: Tensor
+    slot: Tensor
+    split: AttentionSplit
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """One layer's attention, this rank's H heads.
+
+    down       [Q + C + D, E] queries' latent (or the queries, without one), latent, key
+    query_norm [Q] and query_up [H (N + D), Q]; both None where queries have no latent
+    latent_norm [C]
+    key_up     [H, N, C] W_UK          value_up   [H, C, V] W_UV transposed
+    output     [E, H V]
+    """
+
+    ops: Ops
+    down: Tensor
+    query_norm: Tensor | None
+    query_up: Tensor | None
+    latent_norm: Tensor
+    key_up: Tensor
+    value_up: Tensor
+    output: Tensor
+    norm_eps: float
+    scale: float
+
+    def partial(self, x: Tensor, rows: Rows, cache: Tensor) -> Tensor:
+        """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, C + D]."""
+        num_heads, nope, latent_dim = self.key_up.shape
+        kv_width = cache.shape[1]
+        hidden, latent, key = linear(x, self.down).split_with_sizes(
+            [self.down.shape[0] - kv_width, latent_dim, kv_width - latent_dim], dim=-1
+        )
+        latent = rms_norm(latent, self.latent_norm, self.norm_eps)
+        row = torch.cat([latent, rotate(key, rows.turns)], dim=-1)
+        cache.index_copy_(0, rows.slot, row.to(cache.dtype))
+
+        if self.query_up is not None and self.query_norm is not None:
+            hidden = linear(rms_norm(hidden, self.query_norm, self.norm_eps), self.query_up)
+        query = hidden.view(x.shape[0], num_heads, -1)
+        rotated = rotate(query[..., nope:], rows.turns[:, None])
+        heads = self._attend(query[..., :nope], rotated, cache, rows.split)
+        return linear(heads.flatten(1), self.output)
+
+    def _attend(
+        self, nope: Tensor, rotated: Tensor, cache: Tensor, split: AttentionSplit
+    ) -> Tensor:
+        """nope [T, H, N], rotated [T, H, D] -> values [T, H, V], each row in its form."""
+        if split.absorbed is not None and split.absorbed_rows is None:
+            return self._absorbed(nope, rotated, cache, split.absorbed)
+        heads = nope.new_empty(*nope.shape[:2], self.value_up.shape[2])
+        if split.absorbed is not None:
+            rows = split.absorbed_rows
+            heads[rows] = self._absorbed(nope[rows], rotated[rows], cache, split.absorbed)
+        for long in split.expanded:
+            query = torch.cat([nope[long.rows], rotated[long.rows]], dim=-1)
+            heads[long.rows] = self._expanded(query, cache, long)
+        return heads
+
+    def _absorbed(
+        self, nope: Tensor, rotated: Tensor, cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        latent_query = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
+        query = torch.cat([latent_query, rotated], dim=-1)
+        latent_dim = self.key_up.shape[2]
+        mixed = self.ops.verify_attention(query, cache, batch, self.scale, latent_dim)
+        return torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
+
+    def _expanded(self, query: Tensor, cache: Tensor, long: LongRows) -> Tensor:
+        """query [t, H, N + D] -> [t, H, V]: causal softmax over key blocks, merged as they come.
+
+        Running maximum, sum and values as in online softmax (arXiv 1805.02867), all fp32.
+        """
+        query = query.transpose(0, 1)
+        own = long.num_cached + torch.arange(query.shape[1], device=query.device)
+        best = torch.full((*query.shape[:2], 1), -torch.inf, device=query.device)
+        total = torch.zeros_like(best)
+        mixed = query.new_zeros(*query.shape[:2], self.value_up.shape[2], dtype=torch.float32)
+        for start in range(0, long.slots.shape[0], KEY_BLOCK):
+            slots = long.slots[start : start + KEY_BLOCK]
+            key, value = self._expand(cache[slots].to(query.dtype))
+            score = torch.bmm(query, key.transpose(1, 2)).float() * self.scale
+            if start + slots.shape[0] > long.num_cached:
+                place = start + torch.arange(slots.shape[0], device=query.device)
+                score = score.masked_fill(place > own[:, None], -torch.inf)
+            # Position 0 is visible to every row, so the maximum is finite from the first block on.
+            new_best = torch.maximum(best, score.amax(-1, keepdim=True))
+            weight = torch.exp(score - new_best)
+            shrink = torch.exp(best - new_best)
+            total = total * shrink + weight.sum(-1, keepdim=True)
+            mixed = mixed * shrink + torch.bmm(weight.to(value.dtype), value).float()
+            best = new_best
+        return (mixed / total).to(query.dtype).transpose(0, 1)
+
+    def _expand(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache rows [b, C + D] -> keys [H, b, N + D] and values [H, b, V]."""
+        num_heads, _, latent_dim = self.key_up.shape
+        latent, key = kept[:, :latent_dim], kept[:, latent_dim:]
+        nope = torch.matmul(latent, self.key_up.transpose(1, 2))
+        shared = key.expand(num_heads, -1, -1)
+        return torch.cat([nope, shared], dim=-1), torch.matmul(latent, self.value_up)

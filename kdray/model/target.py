@@ -1,0 +1,162 @@
+"""The target model: one rank's shard of a DeepSeek-V3-family network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdray.errors import ConfigError
+from kdray.kernels.ops import Ops
+from kdray.model.batch import ForwardBatch, TargetOutput
+from kdray.model.checkpoint import Checkpoint
+from kdray.model.config import ModelConfig
+from kdray.model.layers import linear, rms_norm
+from kdray.model.manifest import check_checkpoint, check_shard
+from kdray.model.mla import AttentionSplit, LatentAttention, Rows
+from kdray.model.moe import DenseMLP, MoE
+from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.model.rope import Rope
+from kdray.model.weights import WeightReader
+
+# The epsilon of the q_a and kv_a norms is not in config.json: the family's own code uses this one.
+NORM_EPS_QKV = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One block: x + attention(norm(x)), then + mlp(norm(..))."""
+
+    attention_norm: Tensor
+    attention: LatentAttention
+    mlp_norm: Tensor
+    mlp: DenseMLP | MoE
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TargetModel:
+    """Runs the rows of a step; every rank calls the same methods in the same order.
+
+    embedding, head   [V / ranks, E]: this rank's rows of the vocabulary
+    taps              0-based layers whose outputs become the features, side by side in this order
+    """
+
+    config: ModelConfig
+    shard: Shard
+    collectives: Collectives
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    head: Tensor
+    rope: Rope
+    taps: tuple[int, ...]
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        ops: Ops,
+        shard: Shard = Shard(),  # noqa: B008 (frozen)
+        collectives: Collectives | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        norm_eps_qkv: float | None = None,
+        taps: Sequence[int] = (),
+    ) -> TargetModel:
+        """Read this rank's part of a model folder.
+
+        The folder and the split are checked whole before any weight is read: CheckpointError,
+        UnsupportedModel or ConfigError say what is wrong.
+        """
+        config = ModelConfig.from_folder(folder)
+        check_shard(config, shard)
+        _check_taps(config, taps)
+        checkpoint = Checkpoint.open(folder)
+        check_checkpoint(checkpoint, config)
+        reader = WeightReader(
+            checkpoint=checkpoint,
+            config=config,
+            shard=shard,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
+        return cls(
+            config=config,
+            shard=shard,
+            collectives=SoloCollectives() if collectives is None else collectives,
+            embedding=reader.vocab_rows("model.embed_tokens"),
+            layers=tuple(
+                _read_layer(reader, layer, ops, eps) for layer in range(config.num_hidden_layers)
+            ),
+            final_norm=reader.plain("model.norm"),
+            head=reader.vocab_rows("lm_head"),
+            rope=Rope.of(config, device),
+            taps=tuple(taps),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers a token leaves in each layer's cache."""
+        return self.config.kv_width
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> TargetOutput:
+        """Run T rows; their KV is written to caches (one [S, C + D] a layer) at batch.slot."""
+        eps, reduce = self.config.rms_norm_eps, self.collectives.all_reduce
+        rows = Rows(
+            turns=self.rope.turns(batch.position),
+            slot=batch.slot,
+            split=AttentionSplit.of(batch.attention),
+        )
+        x = self.embed(batch.token)
+        outputs: dict[int, Tensor] = {}
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            normed = rms_norm(x, layer.attention_norm, eps)
+            x = x + reduce(layer.attention.partial(normed, rows, cache))
+            x = x + reduce(layer.mlp.partial(rms_norm(x, layer.mlp_norm, eps)))
+            if i in self.taps:
+                outputs[i] = x
+        features = [outputs[i] for i in self.taps] or [x[:, :0]]
+        return TargetOutput(
+            hidden=rms_norm(x, self.final_norm, eps), features=torch.cat(features, dim=-1)
+        )
+
+    def embed(self, token: Tensor) -> Tensor:
+        """token [T] integers -> [T, E]."""
+        if self.shard.size == 1:
+            return F.embedding(token, self.embedding)
+        local = token - self.shard.rank * self.embedding.shape[0]
+        is_mine = (local >= 0) & (local < self.embedding.shape[0])
+        found = F.embedding(local.where(is_mine, 0), self.embedding)
+        return self.collectives.all_reduce(found * is_mine[:, None])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, E] -> [M, V] fp32 over the whole vocabulary, on every rank."""
+        return self.collectives.all_gather(linear(hidden, self.head).float())
+
+
+def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:
+    outside = [tap for tap in taps if not 0 <= tap < config.num_hidden_layers]
+    if outside:
+        raise ConfigError(
+            f"taps {outside} are not layers of the target, which has {config.num_hidden_layers}"
+        )
+
+
+def _read_layer(reader: WeightReader, layer: int, ops: Ops, norm_eps_qkv: float) -> Layer:
+    root = f"model.layers.{layer}"
+    return Layer(
+        attention_norm=reader.plain(f"{root}.input_layernorm"),
+        attention=reader.attention(layer, ops, norm_eps_qkv),
+        mlp_norm=reader.plain(f"{root}.post_attention_layernorm"),
+        mlp=reader.mlp(layer),
+    )

@@ -1,0 +1,108 @@
+"""This rank's part of every weight, read from a checkpoint and fused as the layers want it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdray.kernels.ops import Ops
+from kdray.model.checkpoint import Checkpoint
+from kdray.model.config import ModelConfig
+from kdray.model.int4 import read_linear
+from kdray.model.mla import LatentAttention
+from kdray.model.moe import DenseMLP, MoE, Router
+from kdray.model.parallel import Shard
+from kdray.model.rope import softmax_scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightReader:
+    """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+
+    def plain(self, name: str, rows: slice | None = None) -> Tensor:
+        return self._placed(self.checkpoint.tensor(f"{name}.weight", rows))
+
+    def vocab_rows(self, name: str) -> Tensor:
+        """[vocab / ranks, E]: this rank's rows of the embedding or the head."""
+        return self.plain(name, self.shard.slice_of(self.config.vocab_size))
+
+    def attention(self, layer: int, ops: Ops, norm_eps: float) -> LatentAttention:
+        config, root = self.config, f"model.layers.{layer}.self_attn"
+        heads = self.shard.slice_of(config.num_attention_heads)
+        queries = _rows_of(heads, config.qk_head_dim)
+        has_latent = config.q_lora_rank is not None
+        first = (
+            self._linear(f"{root}.q_a_proj")
+            if has_latent
+            else self._linear(f"{root}.q_proj", rows=queries)
+        )
+        expanded = config.qk_nope_head_dim + config.v_head_dim
+        kv_up = self._linear(f"{root}.kv_b_proj", rows=_rows_of(heads, expanded))
+        key_up, value_up = torch.unflatten(kv_up, 0, (-1, expanded)).split_with_sizes(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=1
+        )
+        return LatentAttention(
+            ops=ops,
+            down=torch.cat([first, self._linear(f"{root}.kv_a_proj_with_mqa")]),
+            query_norm=self.plain(f"{root}.q_a_layernorm") if has_latent else None,
+            query_up=self._linear(f"{root}.q_b_proj", rows=queries) if has_latent else None,
+            latent_norm=self.plain(f"{root}.kv_a_layernorm"),
+            key_up=key_up.contiguous(),
+            value_up=value_up.transpose(1, 2).contiguous(),
+            output=self._linear(f"{root}.o_proj", cols=_rows_of(heads, config.v_head_dim)),
+            norm_eps=norm_eps,
+            scale=softmax_scale(config),
+        )
+
+    def mlp(self, layer: int) -> DenseMLP | MoE:
+        root = f"model.layers.{layer}.mlp"
+        if self.config.is_moe(layer):
+            return self._moe(root)
+        part = self.shard.slice_of(self.config.intermediate_size)
+        return DenseMLP(self._gate_up(root, part), self._linear(f"{root}.down_proj", cols=part))
+
+    def _moe(self, root: str) -> MoE:
+        config = self.config
+        part = self.shard.slice_of(config.moe_intermediate_size)
+        sources = [(f"{root}.experts.{e}", part) for e in range(config.n_routed_experts)]
+        for s in range(config.n_shared_experts):
+            offset = s * config.moe_intermediate_size
+            sources.append(
+                (f"{root}.shared_experts", slice(offset + part.start, offset + part.stop))
+            )
+        intermediate = part.stop - part.start
+        # Filled in place: a list of all experts and their stack would need the memory twice.
+        gate_up = self._empty(len(sources), 2 * intermediate, config.hidden_size)
+        down = self._empty(len(sources), intermediate, config.hidden_size)
+        for x, (expert, rows) in enumerate(sources):
+            gate_up[x] = self._gate_up(expert, rows)
+            down[x] = self._linear(f"{expert}.down_proj", cols=rows).T
+        weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
+        bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
+        return MoE(Router.of(config, weight, bias), gate_up, down, config.n_routed_experts)
+
+    def _gate_up(self, root: str, rows: slice) -> Tensor:
+        gate, up = (self._linear(f"{root}.{name}_proj", rows=rows) for name in ("gate", "up"))
+        return torch.cat([gate, up])
+
+    def _linear(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        return self._placed(read_linear(self.checkpoint, name, rows, cols))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+
+def _rows_of(heads: slice, width: int) -> slice:
+    """The rows (or columns) that a run of heads of `width` numbers each takes."""
+    return slice(heads.start * width, heads.stop * width)
