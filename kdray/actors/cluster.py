@@ -1,0 +1,38 @@
+"""Joins the Ray cluster a job runs in, or starts a local one."""
+
+from __future__ import annotations
+
+import os
+
+_QUIET = {
+    # A local cluster needs no token, and writing one into HOME would surprise.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TASK_EVENTS_REPORT_INTERVAL_MS": "0",
+}
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of model size crosses Ray
+
+
+def connect(*, min_cpus: int, min_gpus: int | None = None) -> None:
+    """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), else start one here.
+
+    A local cluster offers at least min_cpus logical CPUs, so that a gang fits a small machine;
+    ranks then share cores. GPUs are counted by Ray unless min_gpus says how many.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        import ray
+
+        ray.init(log_to_driver=False)
+        return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, min_cpus),
+        num_gpus=min_gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
