@@ -128,6 +128,17 @@ def build_engine(
     taps = DFlashConfig.from_folder(facts.drafter).target_layer_ids if facts.drafter else ()
     verifier = build_verifier(config, facts, ops, shard=shard, collectives=collectives, taps=taps)
     drafter = _load_drafter(config, facts, ops, verifier.model if shard.size == 1 else facts.target)
+    return assemble(config, facts, ops, drafter, make_group(verifier))
+
+
+def assemble(
+    config: EngineConfig,
+    facts: EngineFacts,
+    ops: Ops,
+    drafter: Drafter | None,
+    verifiers: VerifierGroup,
+) -> Engine:
+    """The driver above a group of verifiers and a drafter (None: plain decoding)."""
     speculation = Speculation(
         mode=config.mode if drafter else "plain",
         budget=config.budget,
@@ -145,7 +156,7 @@ def build_engine(
         speculation=speculation,
     )
     driver = Driver(
-        verifiers=make_group(verifier),
+        verifiers=verifiers,
         drafter=drafter,
         ops=ops,
         scheduler=scheduler,
