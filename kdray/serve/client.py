@@ -1,0 +1,127 @@
+"""An engine client over the driver actor: one call to submit, one stream for all outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Self, TypeVar
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from kdray.core.request import SamplingParams
+from kdray.errors import EngineClosed, KdrayError
+from kdray.serve.engine import EngineInfo, EngineStats, RequestDelta
+
+Result = TypeVar("Result")
+# One entry a request: id, tokens, accept length, finish reason.
+StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
+
+
+class DriverClient:
+    """Speaks to one driver actor from one event loop; `await DriverClient.connect(handle)`.
+
+    A single task reads the driver's stream, one message a step, and hands every request its own
+    part. When the stream ends, every open request ends with an error and `healthy` says why.
+    """
+
+    def __init__(self, driver: ActorHandle, info: EngineInfo) -> None:
+        self._driver = driver
+        self._info = info
+        self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
+        self._failure: str | None = None
+        # Called here, before any submit can be: a stream tells what follows its call.
+        self._stream = driver.outputs.options(num_returns="streaming").remote()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(cls, driver: ActorHandle) -> Self:
+        return cls(driver, EngineInfo.from_mapping(await _result(driver.info.remote())))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        if self._failure is not None:
+            raise EngineClosed(self._failure)
+        self._queues[request_id] = asyncio.Queue()  # first: outputs may overtake the answer
+        try:
+            await _result(self._driver.submit.remote(request_id, tuple(prompt), sampling))
+        except Exception:
+            self._queues.pop(request_id, None)
+            raise
+
+    async def outputs(self, request_id: str) -> AsyncIterator[RequestDelta]:
+        queue = self._queues.get(request_id)
+        while queue is not None:
+            delta = await queue.get()
+            if delta.finish_reason is not None:
+                self._queues.pop(request_id, None)
+                queue = None
+            yield delta
+
+    async def abort(self, request_id: str) -> None:
+        self._queues.pop(request_id, None)
+        if self._failure is None:
+            await _result(self._driver.abort.remote(request_id))
+
+    async def stats(self) -> EngineStats:
+        return EngineStats.from_mapping(await _result(self._driver.stats.remote()))
+
+    def healthy(self) -> str | None:
+        return self._failure
+
+    async def close(self) -> None:
+        """Stop reading; the driver itself is left as it is."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Hand out step messages until the stream ends, then fail what is open."""
+        cause = "the driver closed its output stream"
+        try:
+            async for message in self._stream:
+                self._hand_out(await message)
+        except asyncio.CancelledError:
+            cause = "the client was closed"
+            raise
+        except Exception as error:
+            cause = f"the driver is gone: {_unwrapped(error)}"
+        finally:
+            self._fail(cause)
+
+    def _hand_out(self, message: StepMessage) -> None:
+        for request_id, token_ids, accept_length, finish_reason in message:
+            queue = self._queues.get(request_id)
+            if queue is None:
+                continue  # aborted: its last steps were on their way
+            queue.put_nowait(
+                RequestDelta(
+                    token_ids=tuple(token_ids),
+                    accept_length=accept_length,
+                    finish_reason=finish_reason,
+                )
+            )
+
+    def _fail(self, cause: str) -> None:
+        """Queues stay until they are read: a reader may not have begun."""
+        self._failure = cause
+        for queue in self._queues.values():
+            queue.put_nowait(RequestDelta(token_ids=(), finish_reason="error", error=cause))
+
+
+async def _result(call: Awaitable[Any]) -> Any:
+    """A remote call's result; its own exception where it raised one of kdray's."""
+    try:
+        return await call
+    except (RayTaskError, RayActorError) as error:
+        raise _unwrapped(error) from None
+
+
+def _unwrapped(error: Exception) -> Exception:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, KdrayError):
+        return error.cause
+    if isinstance(error, RayActorError):
+        return EngineClosed(f"the driver actor is gone: {error}")
+    return error

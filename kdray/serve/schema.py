@@ -1,0 +1,118 @@
+"""What /openapi.json says about bodies and errors. Documentation: the checks are in openai.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_NULLABLE_TEXT: Json = {"type": ["string", "null"]}
+_FLAG: Json = {"type": ["boolean", "null"]}
+_COUNT: Json = {"type": ["integer", "null"], "minimum": 1}
+_STRINGS: Json = {"type": "array", "items": {"type": "string"}}
+_TOKENS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+def _number(low: float, high: float) -> Json:
+    return {"type": ["number", "null"], "minimum": low, "maximum": high}
+
+
+_SHARED: Json = {
+    "model": _NULLABLE_TEXT,
+    "n": _COUNT,
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "min_tokens": {"type": ["integer", "null"], "minimum": 0},
+    "temperature": _number(0, 100),
+    "top_p": _number(0, 1),
+    "top_k": {"type": ["integer", "null"], "minimum": -1},
+    "min_p": _number(0, 1),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0.01, 100),
+    "logit_bias": {
+        "type": ["object", "null"],
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "seed": {"type": ["integer", "null"], "minimum": 0},
+    "stop": {"oneOf": [{"type": "string"}, _STRINGS, {"type": "null"}]},
+    "stop_token_ids": {**_TOKENS, "type": ["array", "null"]},
+    "ignore_eos": _FLAG,
+    "stream": _FLAG,
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG},
+    },
+}
+
+_MESSAGE: Json = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+}
+_CHAT: Json = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+        "chat_template_kwargs": {"type": ["object", "null"]},
+        **_SHARED,
+    },
+}
+_COMPLETION: Json = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        "prompt": {
+            "anyOf": [{"type": "string"}, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]
+        },
+        "echo": _FLAG,
+        **_SHARED,
+    },
+}
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_TEXT,
+                "code": _NULLABLE_TEXT,
+            },
+        }
+    },
+}
+
+
+def _body(schema: Json) -> Json:
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _errors(*statuses: int) -> dict[int | str, Json]:
+    content = {"application/json": {"schema": _ERROR}}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+
+
+_MEANINGS = {
+    400: "A member of the body is wrong or not supported",
+    404: "No such model",
+    413: "The body is too large",
+    422: "Not used: wrong members are answered with 400",
+    429: "Too many outputs are open",
+    500: "The engine gave the request up",
+    503: "The engine is not running",
+}
+
+CHAT_BODY = _body(_CHAT)
+COMPLETION_BODY = _body(_COMPLETION)
+GENERATION_ERRORS = _errors(400, 404, 413, 429, 500, 503)
+MODEL_ERRORS = _errors(404, 422)
+HEALTH_ERRORS = _errors(503)

@@ -1,0 +1,93 @@
+"""Server-sent events, and noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kdray.serve.failure import ClientLeft, failure_of
+from kdray.serve.generation import Generation
+
+Result = TypeVar("Result")
+Chunk = Mapping[str, Any]
+log = logging.getLogger("kdray.serve")
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back otherwise
+]
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`; where the client leaves first, cancel it and raise ClientLeft.
+
+    The request's body must have been read. On return, and on cancellation from outside, `work`
+    has ended and cleaned up.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A generation's chunks as server-sent events, ended by `[DONE]`.
+
+    The generation starts before the status is sent, so a request that is refused still gets its
+    own status; what fails later becomes an `error` event, the last one.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: Callable[[Generation], AsyncIterator[Chunk]],
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._generation = generation
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_client_leaves(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        async with self._generation:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            try:
+                async for chunk in self._chunks(self._generation):
+                    await _send_part(send, _event(chunk))
+                await _send_part(send, DONE)
+            except OSError:
+                raise ClientLeft from None
+            except Exception as error:
+                log.exception("a stream failed after its first byte")
+                await _send_part(send, _event(failure_of(error).body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _event(value: Chunk) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()

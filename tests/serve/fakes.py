@@ -1,0 +1,128 @@
+"""A scripted engine and a byte tokenizer: token n is the byte n, so that text is easy to script."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from kdray.core.request import SamplingParams
+from kdray.errors import EngineClosed
+from kdray.model.tokenizer import Tokenizer
+from kdray.serve.engine import EngineInfo, EngineStats, RequestDelta
+
+NUM_BYTES = 256
+SPECIALS = (
+    "[BOS]",
+    "[EOS]",
+    "<|im_end|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+)
+VOCAB_SIZE = NUM_BYTES + 16
+IM_END = NUM_BYTES + SPECIALS.index("<|im_end|>")
+MAX_MODEL_LEN = 512
+STATS = EngineStats(
+    running=2,
+    waiting=1,
+    pages_used=7,
+    pages_total=64,
+    prompt_tokens=90,
+    generated_tokens=40,
+    steps=12,
+    verified_rows=300,
+    accept_lengths={1: 3, 4: 5},
+    stage_seconds={"draft": 0.25, "verify": 1.5},
+)
+
+Script = Sequence[RequestDelta]
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """256 single bytes and Kimi's special names."""
+    lines = [f"{base64.b64encode(bytes([n])).decode()} {n}" for n in range(NUM_BYTES)]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(NUM_BYTES + i): {"content": name} for i, name in enumerate(SPECIALS)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
+    return Tokenizer.from_folder(folder)
+
+
+def steps(*parts: str | bytes, finish: str = "length") -> list[RequestDelta]:
+    """One delta a part; the first as a prefill's, the others speculative; the last one finishes."""
+    return [
+        RequestDelta(
+            token_ids=tuple(part.encode() if isinstance(part, str) else part),
+            accept_length=None if i == 0 else len(part),
+            finish_reason=finish if i == len(parts) - 1 else None,
+        )
+        for i, part in enumerate(parts)
+    ]
+
+
+def running(*parts: str) -> list[RequestDelta]:
+    """Steps of a request that does not finish by itself."""
+    return [RequestDelta(token_ids=delta.token_ids) for delta in steps(*parts)]
+
+
+class FakeEngine:
+    """Answers every request with a script; after one without a finish it waits for ever.
+
+    submitted   (request id, prompt, sampling) of each submit, in order
+    aborted     request ids, one for each call of abort
+    """
+
+    def __init__(self, script: Script | Callable[[int], Script] = ()) -> None:
+        self.info = EngineInfo(
+            name="fake",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            end_token_ids=(IM_END,),
+            mode="tree",
+            budget=16,
+            ranks=1,
+        )
+        self.submitted: list[tuple[str, list[int], SamplingParams]] = []
+        self.aborted: list[str] = []
+        self.refuse: Exception | None = None
+        self.cause: str | None = None
+        self.waiting = asyncio.Event()
+        self._script = script
+        self._scripts: dict[str, Script] = {}
+
+    async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        script = self._script(len(self.submitted)) if callable(self._script) else self._script
+        self.submitted.append((request_id, prompt, sampling))
+        self._scripts[request_id] = script
+
+    async def outputs(self, request_id: str) -> AsyncIterator[RequestDelta]:
+        for delta in self._scripts[request_id]:
+            await asyncio.sleep(0)
+            yield delta
+            if delta.finish_reason is not None:
+                return
+        self.waiting.set()
+        await asyncio.Event().wait()
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def stats(self) -> EngineStats:
+        if self.cause is not None:
+            raise EngineClosed(self.cause)
+        return STATS
+
+    def healthy(self) -> str | None:
+        return self.cause
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the only request."""
+        [(_, _, sampling)] = self.submitted
+        return sampling
