@@ -100,20 +100,28 @@ class ReferenceOps:
 def _topk_tokens(rows: Tensor, k: int) -> Tensor:
     """The k best columns of [M, V] (no NaN), value descending, then column ascending: [M, k] int64.
 
-    torch.topk picks any of equal values. The k-th value is sure, though: everything above it is in,
-    and of those equal to it the first columns fill the rest.
+    torch.topk picks any of equal values, in any order. Both are put right afterwards.
     """
     if k == 0:
         return rows.new_zeros(len(rows), 0, dtype=torch.int64)
-    kth = rows.topk(k, dim=1).values[:, -1:]
-    size = rows.shape[1]
-    column = torch.arange(size, dtype=torch.int32, device=rows.device)
-    precedence = torch.where(rows > kth, column - size, column)
-    precedence = precedence.masked_fill(rows < kth, size)
-    chosen = precedence.topk(k, dim=1, largest=False).values
-    token = torch.where(chosen < 0, chosen + size, chosen).long().sort(dim=1).values
+    best = rows.topk(k, dim=1)
+    kth = best.values[:, -1:]
+    token = best.indices
+    ambiguous = (rows == kth).sum(dim=1) > (best.values == kth).sum(dim=1)
+    if ambiguous.any():
+        token[ambiguous] = _first_columns(rows[ambiguous], kth[ambiguous], k)
+    token = token.sort(dim=1).values
     order = rows.gather(1, token).sort(dim=1, descending=True, stable=True).indices
     return token.gather(1, order)
+
+
+def _first_columns(rows: Tensor, kth: Tensor, k: int) -> Tensor:
+    """All columns above the k-th value [M, 1], then the first of those equal to it: k a row."""
+    size = rows.shape[1]
+    column = torch.arange(size, dtype=torch.int32, device=rows.device)
+    precedence = torch.where(rows > kth, column - size, column).masked_fill(rows < kth, size)
+    chosen = precedence.topk(k, dim=1, largest=False).values
+    return torch.where(chosen < 0, chosen + size, chosen).long()
 
 
 def _quantise(logprob: Tensor) -> Tensor:
