@@ -1,0 +1,119 @@
+"""The DFlash network: a few Qwen3 layers that draft a whole block at once.
+
+Slot 0 of a block is the root, the others hold the mask token; the output of slot k predicts the
+token at root position + k. What the layers know of the text are the target's features of every
+token before the root: one projection and norm of them, whose keys and values each layer takes
+directly. They never pass through the layers, so they are stored once and for all.
+
+Source: DFlash, arXiv 2602.06036, and the checkpoints of z-lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdray.model.dflash_config import DFlashConfig
+from kdray.model.draft_rope import DraftRope, Rotation
+from kdray.model.layers import linear, rms_norm, swiglu
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftLayer:
+    """One layer's weights; E width, H query heads, G key heads, D head dim, I inner width.
+
+    input_norm, post_norm [E]; qkv [(H + 2 G) D, E], q before k before v; head_norm [H + G, D], the
+    q norm for every query head, then the k norm; out [E, H D]; gate_up [2 I, E]; down [E, I]
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    head_norm: Tensor
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftWeights:
+    """fc [E, F], hidden_norm [E], norm [E], and the layers."""
+
+    fc: Tensor
+    hidden_norm: Tensor
+    layers: tuple[DraftLayer, ...]
+    norm: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerContext:
+    """What one layer's blocks look back at.
+
+    kv     [R, C + S, 2, G, D]: context, finite throughout, then room for the block's own S
+    bias   [R, 1, S, C + S] float32 added to the scores, or None
+    """
+
+    kv: Tensor
+    bias: Tensor | None
+
+
+class DFlashNetwork:
+    """The network's two uses: context K/V of committed tokens, and the hidden states of a block."""
+
+    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self._rope = DraftRope(config.head_dim, config.rope_theta, config.yarn, weights.fc.device)
+
+    def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
+        """Features [M, F] of tokens at position [M] -> per layer their K and V [M, 2, G, D]."""
+        weights, config = self.weights, self.config
+        known = rms_norm(linear(features, weights.fc), weights.hidden_norm, config.rms_norm_eps)
+        turn = self._rope.at(position)
+        return [self._context_kv_of(layer, known, turn) for layer in weights.layers]
+
+    def draft(self, block: Tensor, position: Tensor, contexts: Sequence[LayerContext]) -> Tensor:
+        """Embedded blocks [R, S, E] at position [R, S] -> what the head reads, [R, S - 1, E]."""
+        eps = self.config.rms_norm_eps
+        turn = self._rope.at(position)
+        x = block
+        for layer, context in zip(self.weights.layers, contexts, strict=True):
+            x = x + self._attend(layer, rms_norm(x, layer.input_norm, eps), turn, context)
+            inner = linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)
+            x = x + linear(swiglu(inner), layer.down)
+        return rms_norm(x[:, 1:], self.weights.norm, eps)
+
+    def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:
+        config = self.config
+        heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        kv = linear(known, layer.qkv[heads * dim :]).view(-1, 2, groups, dim)
+        key = turn.apply(self._normed(kv[:, 0], layer.head_norm[heads:]))
+        return torch.stack((key, kv[:, 1]), dim=1)
+
+    def _attend(
+        self, layer: DraftLayer, x: Tensor, turn: Rotation, context: LayerContext
+    ) -> Tensor:
+        """x [R, S, E] -> [R, S, E]; keys are the context's and, behind them, the block's own."""
+        config = self.config
+        heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows, slots, _ = x.shape
+        qkv = linear(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
+        turned = turn.apply(self._normed(qkv[:, :, : heads + groups], layer.head_norm))
+        query = turned[:, :, :heads]
+        own = context.kv[:, -slots:]
+        own[:, :, 0] = turned[:, :, heads:]
+        own[:, :, 1] = qkv[:, :, heads + groups :]
+        key, value = context.kv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, attn_mask=context.bias, enable_gqa=groups < heads
+        )
+        return linear(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of every head of x [.., H, D] with its own weight [H, D], statistics in fp32."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.config.rms_norm_eps)
+        return normed.to(x.dtype) * weight

@@ -1,0 +1,223 @@
+"""What the driver asks of a drafter, and the DFlash drafter with its paged K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
+from kdray.core.tree import ABSENT
+from kdray.errors import CheckpointError
+from kdray.kernels.ops import Ops
+from kdray.model.config import ModelConfig
+from kdray.model.dflash import DFlashNetwork, LayerContext
+from kdray.model.dflash_config import DFlashConfig, DraftVisibility
+from kdray.model.dflash_context import BlockContext, look_back, slots_at
+from kdray.model.dflash_weights import load_weights
+from kdray.model.target import TargetModel
+from kdray.model.target_tables import TargetTables
+
+Int64Array = NDArray[np.int64]
+
+
+class Drafter(Protocol):
+    """Guesses the next L tokens of every request from what the target said so far.
+
+    Calls follow the round: propose, then (after the target has answered) extend, of one plan.
+
+    depth   L, the positions it guesses ahead
+    taps    target layers (0-based, after the layer) whose outputs it reads, in feature order
+    """
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def propose(self, plan: StepPlan, roots: Tensor) -> Candidates:
+        """The K best tokens per depth behind roots [R] int32: arrays [R, L, K].
+
+        A request of budget 0 costs nothing and gets absent candidates.
+        """
+        ...
+
+    def extend(
+        self, plan: StepPlan, paths: AcceptedPaths, features: Tensor, row_start: Sequence[int]
+    ) -> None:
+        """Learn what the step committed: every known row and the accepted draft nodes.
+
+        features [T, F] has a row per row of the step; request r's are row_start[r] ..
+        row_start[r + 1], its known tokens first, then nodes 1 .. of its tree.
+        """
+        ...
+
+
+class DFlashDrafter:
+    """DFlash over pages: context K/V sits under the same page ids as the target's.
+
+    cache   per layer [num_pages * page_size, 2, G, D]; slots are written before they are read
+    """
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        target: TargetTables,
+        *,
+        ops: Ops,
+        candidates: int,
+        page_size: int,
+        num_pages: int,
+    ) -> None:
+        config = network.config
+        self.network = network
+        self.depth = config.block_size - 1
+        self.taps = config.target_layer_ids
+        self._target = target
+        self._ops = ops
+        self._candidates = min(candidates, config.vocab_size)
+        self._page_size = page_size
+        shape = (num_pages * page_size, 2, config.num_kv_heads, config.head_dim)
+        self.cache = [target.head.new_zeros(shape) for _ in config.layers]
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        target: TargetModel | str | Path,
+        *,
+        ops: Ops,
+        candidates: int,
+        page_size: int,
+        num_pages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> DFlashDrafter:
+        """The drafter of a folder for a target: one that holds its whole tables, or its folder.
+
+        Raises CheckpointError where the folder is broken or made for another target, and
+        UnsupportedModel where the drafter has parts kdray does not run.
+        """
+        device = torch.device(device)
+        config = DFlashConfig.from_folder(folder)
+        if isinstance(target, TargetModel):
+            check_fits(config, target.config, folder)
+            tables = TargetTables.shared(target)
+        else:
+            check_fits(config, ModelConfig.from_folder(target), folder)
+            tables = TargetTables.read(target, dtype, device)
+        return cls(
+            DFlashNetwork(config, load_weights(folder, config, dtype, device)),
+            tables,
+            ops=ops,
+            candidates=candidates,
+            page_size=page_size,
+            num_pages=num_pages,
+        )
+
+    @torch.inference_mode()
+    def propose(self, plan: StepPlan, roots: Tensor) -> Candidates:
+        drafting = [r for r, request in enumerate(plan.requests) if request.budget > 0]
+        shape = (len(plan.requests), self.depth, self._candidates)
+        if not drafting:
+            return _absent(shape, self._device)
+        chosen = torch.tensor(drafting, device=self._device)
+        hidden = self._draft([plan.requests[r] for r in drafting], roots.to(self._device)[chosen])
+        logits = F.linear(hidden, self._target.head).float()
+        token, score = self._ops.topk_logprob(logits, self._candidates)
+        if len(drafting) == len(plan.requests):
+            return Candidates(token=token, score=score)
+        padded = _absent(shape, self._device)
+        padded.token[chosen] = token
+        padded.score[chosen] = score
+        return padded
+
+    @torch.inference_mode()
+    def extend(
+        self, plan: StepPlan, paths: AcceptedPaths, features: Tensor, row_start: Sequence[int]
+    ) -> None:
+        rows, positions, slots = (
+            torch.from_numpy(column).to(self._device)
+            for column in _committed_rows(plan, paths, row_start, self._page_size)
+        )
+        known = features[rows].to(self._device, self._target.head.dtype)
+        layers = self.network.context_kv(known, positions)
+        for cache, kv in zip(self.cache, layers, strict=True):
+            cache[slots] = kv
+
+    @property
+    def _device(self) -> torch.device:
+        return self._target.head.device
+
+    def _draft(self, requests: Sequence[PlannedRequest], roots: Tensor) -> Tensor:
+        """Hidden states of the masked slots [R, L, E] behind roots [R]."""
+        config = self.network.config
+        block = roots.new_full((len(requests), config.block_size), config.mask_token_id)
+        block[:, 0] = roots
+        start = np.array([[request.root_position] for request in requests], dtype=np.int64)
+        position = torch.from_numpy(start + np.arange(config.block_size)).to(self._device)
+        embedded = F.embedding(block, self._target.embedding)
+        return self.network.draft(embedded, position, self._contexts(requests))
+
+    def _contexts(self, requests: Sequence[PlannedRequest]) -> list[LayerContext]:
+        """Each layer's context; layers that see alike share the mask."""
+        seen: dict[DraftVisibility, BlockContext] = {}
+        contexts = []
+        for cache, visibility in zip(self.cache, self.network.config.layers, strict=True):
+            if visibility not in seen:
+                seen[visibility] = look_back(
+                    requests,
+                    visibility,
+                    block_size=self.network.config.block_size,
+                    page_size=self._page_size,
+                    device=self._device,
+                )
+            view = seen[visibility]
+            contexts.append(LayerContext(kv=view.read(cache), bias=view.bias))
+        return contexts
+
+
+def check_fits(config: DFlashConfig, target: ModelConfig, folder: str | Path) -> None:
+    """Raise CheckpointError unless the drafter was made for a target of this shape."""
+    pairs = (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+    )
+    for name, own, wanted in pairs:
+        if own != wanted:
+            raise CheckpointError(
+                f"the drafter in {folder} has {name} {own}, the target's is {wanted}: "
+                "it was made for another target"
+            )
+
+
+def _committed_rows(
+    plan: StepPlan, paths: AcceptedPaths, row_start: Sequence[int], page_size: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Rows of the step that became text, with their positions and cache slots; [M] int64 each."""
+    node, length = paths.node.tolist(), paths.length.tolist()
+    rows, positions, slots = [], [], []
+    for r, request in enumerate(plan.requests):
+        known = len(request.known)
+        accepted = np.array(node[r][1 : length[r]], dtype=np.int64)
+        first = row_start[r] + np.arange(known, dtype=np.int64)
+        rows += [first, row_start[r] + known - 1 + accepted]
+        position = request.num_cached + np.arange(known + len(accepted), dtype=np.int64)
+        positions.append(position)
+        slots.append(slots_at(request, position, page_size))
+    return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
+
+
+def _absent(shape: tuple[int, int, int], device: torch.device) -> Candidates:
+    return Candidates(
+        token=torch.zeros(shape, dtype=torch.int32, device=device),
+        score=torch.full(shape, ABSENT, dtype=torch.int32, device=device),
+    )
