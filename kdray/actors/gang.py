@@ -26,15 +26,16 @@ class Gang:
 
     driver   the driver actor's handle (kdray.actors.driver_actor.DriverActor)
     info     what the driver said of itself once it was up
+    pids     the process of each rank
     """
 
-    def __init__(
-        self, group: PlacementGroup, driver: ActorHandle[Any], verifiers: list[ActorHandle[Any]]
-    ) -> None:
-        self.driver = driver
+    driver: ActorHandle[Any]
+
+    def __init__(self, group: PlacementGroup) -> None:
         self.info: dict[str, Any] = {}
+        self.pids: dict[int, int] = {}
         self._group = group
-        self._verifiers = verifiers
+        self._actors: list[ActorHandle[Any]] = []
         self._runs: list[Any] = []
 
     @classmethod
@@ -45,9 +46,9 @@ class Gang:
         and then leaves no actor and no placement group behind.
         """
         config = _with_device(config)
-        group = _place(config)
-        gang = cls(group, *_create_actors(config, group))
+        gang = cls(_place(config))
         try:
+            gang._create_actors(config)
             gang._bring_up(config)
         except BaseException:
             gang.kill()
@@ -64,27 +65,50 @@ class Gang:
 
     def kill(self) -> None:
         """End every process of the gang at once."""
-        for actor in (*self._verifiers, self.driver):
+        for actor in self._actors[::-1]:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)
 
+    def _create_actors(self, config: EngineConfig) -> None:
+        driver, verifier = ray.remote(DriverActor), ray.remote(VerifierActor)
+        self.driver = driver.options(**self._options(config, 0)).remote(config)
+        self._actors.append(self.driver)
+        for rank in range(1, config.tp):
+            options = self._options(config, rank)
+            self._actors.append(verifier.options(**options).remote(config, rank))
+
+    def _options(self, config: EngineConfig, rank: int) -> dict[str, Any]:
+        """Rank r sits in bundle r, so on the same GPU every time; a rank never restarts alone."""
+        return {
+            "num_cpus": 1,
+            "num_gpus": _bundle(config).get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank
+            ),
+            "runtime_env": {"env_vars": _QUIET_ENV},
+        }
+
     def _bring_up(self, config: EngineConfig) -> None:
         timeout = config.start_timeout_s
         rendezvous = _get(self.driver.open_rendezvous.remote(), timeout, "rank 0")
-        names = {self.driver.start.remote(): "rank 0"}
-        for rank, verifier in enumerate(self._verifiers, start=1):
-            names[verifier.start.remote(rendezvous)] = f"rank {rank}"
-        pending = list(names)
+        ranks = {self.driver.start.remote(): 0}
+        for rank, verifier in enumerate(self._actors[1:], start=1):
+            ranks[verifier.start.remote(rendezvous)] = rank
+        pending = list(ranks)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
             if not done:
-                silent = ", ".join(names[ref] for ref in pending)
+                silent = ", ".join(f"rank {ranks[ref]}" for ref in pending)
                 raise StartupError(f"{silent}: not up after {timeout:g} s (start_timeout_s)")
-            result = _get(done[0], timeout, names[done[0]])
-            self.info = result if isinstance(result, dict) else self.info
-        self._runs = [verifier.run.remote() for verifier in self._verifiers]
+            rank = ranks[done[0]]
+            facts = _get(done[0], timeout, f"rank {rank}")
+            self.pids[rank] = facts["pid"]
+            if rank == 0:
+                self.info = facts
+        self._runs = [verifier.run.remote() for verifier in self._actors[1:]]
 
 
 def _with_device(config: EngineConfig) -> EngineConfig:
@@ -113,28 +137,6 @@ def _place(config: EngineConfig) -> PlacementGroup:
         f"the cluster has {has} after {config.start_timeout_s:g} s (start_timeout_s). "
         "Lower --tp or free the resources"
     )
-
-
-def _create_actors(
-    config: EngineConfig, group: PlacementGroup
-) -> tuple[ActorHandle[Any], list[ActorHandle[Any]]]:
-    def options(rank: int) -> dict[str, Any]:
-        return {
-            "num_cpus": 1,
-            "num_gpus": _bundle(config).get("GPU", 0),
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank
-            ),
-            "runtime_env": {"env_vars": _QUIET_ENV},
-        }
-
-    driver = ray.remote(DriverActor).options(**options(0)).remote(config)
-    verifier = ray.remote(VerifierActor)
-    others = [
-        verifier.options(**options(rank)).remote(config, rank) for rank in range(1, config.tp)
-    ]
-    return driver, others
 
 
 def _get(ref: Any, timeout: float, who: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from kdray.actors.rendezvous import Rendezvous
@@ -22,7 +24,8 @@ class VerifierActor:
         self._rank = rank
         self._worker: RankWorker | None = None
 
-    def start(self, rendezvous: Rendezvous) -> None:
+    def start(self, rendezvous: Rendezvous) -> dict[str, int]:
+        """Meet the other ranks and load this rank's shard."""
         config, rank = self._config, self._rank
         facts = resolve(config)
         torch.set_num_threads(facts.threads)
@@ -43,6 +46,7 @@ class VerifierActor:
         )
         receiver = ZmqReceiver(rendezvous.endpoint(rank))
         self._worker = RankWorker(verifier, receiver, collectives, facts.device)
+        return {"pid": os.getpid()}
 
     def run(self) -> int:
         """Steps until rank 0 says stop; returns how many."""

@@ -1,0 +1,152 @@
+"""Gangs of real actors on a local Ray: the same tokens for every number of ranks, clean ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from kdray.actors.gang import Gang
+from kdray.core.request import SamplingParams
+from kdray.errors import CheckpointError, ConfigError, InvalidRequest, PlacementError, RankFailed
+from tests.harness import model_config, run
+from tests.model import tiny
+
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4], [10] * 33]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_plain(tmp_path_factory.mktemp("wide"), "wide_tp")
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, list[list[int]]]:
+    """What one rank in this process says, without Ray."""
+    config = model_config(folder, page_size=4, max_requests=4)
+    return {
+        "greedy": run(config, PROMPTS, GREEDY)[0],
+        "drawn": run(config, PROMPTS, DRAWN)[0],
+    }
+
+
+def collect(gang: Gang, sampling: SamplingParams, name: str) -> list[list[int]]:
+    messages = gang.driver.outputs.options(num_returns="streaming").remote()
+    ids = [f"{name}-{n}" for n in range(len(PROMPTS))]
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        ray.get(gang.driver.submit.remote(request_id, tuple(prompt), sampling))
+    gained: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    running = set(ids)
+    for ref in messages:
+        for request_id, token_ids, _, reason in ray.get(ref):
+            gained[request_id] += token_ids
+            if reason is not None:
+                running.discard(request_id)
+        if not running:
+            break
+    return [gained[request_id] for request_id in ids]
+
+
+def wait_until_gone(pids: Collection[int] = ()) -> None:
+    """Every process has ended and every resource is back."""
+    for _ in range(100):
+        if not any(map(alive, pids)) and ray.available_resources() == ray.cluster_resources():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"left behind: {[p for p in pids if alive(p)]}, in use: " + in_use())
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def in_use() -> str:
+    return f"{ray.available_resources()} of {ray.cluster_resources()}"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_any_number_of_ranks_gives_the_same_tokens(
+    folder: Path, one_rank: dict[str, list[list[int]]], tp: int
+) -> None:
+    gang = Gang.start(model_config(folder, page_size=4, max_requests=4, tp=tp))
+    try:
+        assert collect(gang, GREEDY, "greedy") == one_rank["greedy"]
+        assert collect(gang, DRAWN, "drawn") == one_rank["drawn"]
+        stats = ray.get(gang.driver.stats.remote())
+        assert stats["pages_used"] == 0 and stats["generated_tokens"] == 72
+    finally:
+        gang.stop()
+    wait_until_gone(gang.pids.values())
+
+
+def start_fails(folder: Path, **wishes: Any) -> Exception:
+    with pytest.raises(Exception) as caught:
+        Gang.start(model_config(folder, **wishes))
+    wait_until_gone()
+    return caught.value
+
+
+def test_a_broken_folder_names_its_cause_and_leaves_nothing(tmp_path: Path) -> None:
+    broken = tiny.save_plain(tmp_path, "kimi")
+    [weights] = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    error = start_fails(broken)
+    assert isinstance(error, CheckpointError) and weights.name in str(error)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
+    error = start_fails(folder, tp=3)
+    assert isinstance(error, ConfigError) and "3" in str(error)
+
+
+def test_a_gang_that_does_not_fit_says_what_there_is(folder: Path) -> None:
+    error = start_fails(folder, tp=64, start_timeout_s=1.0)
+    assert isinstance(error, PlacementError)
+    assert "64 ranks" in str(error) and "CPU" in str(error)
+
+
+def test_a_wrong_request_is_refused_to_its_caller(folder: Path) -> None:
+    gang = Gang.start(model_config(folder, page_size=4, max_model_len=32))
+    try:
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            ray.get(gang.driver.submit.remote("a", (1,) * 30, SamplingParams(max_tokens=9)))
+        assert isinstance(caught.value.cause, InvalidRequest)
+        assert caught.value.cause.param == "max_tokens"
+    finally:
+        gang.stop()
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[Gang]:
+    gang = Gang.start(model_config(folder, page_size=4, tp=2, step_timeout_s=20.0))
+    yield gang
+    gang.kill()
+    wait_until_gone(gang.pids.values())
+
+
+def test_a_killed_rank_ends_the_stream_with_an_error(pair: Gang) -> None:
+    messages = pair.driver.outputs.options(num_returns="streaming").remote()
+    endless = SamplingParams(max_tokens=200, ignore_eos=True)
+    ray.get(pair.driver.submit.remote("a", (5, 6, 7), endless))
+    ray.get(next(messages))
+    os.kill(pair.pids[1], signal.SIGKILL)
+    with pytest.raises(Exception, match=r"(?i)rank|peer|connection|closed|reset"):
+        for ref in messages:
+            ray.get(ref)
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        ray.get(pair.driver.submit.remote("b", (5,), endless))
+    assert isinstance(caught.value.cause, RankFailed)

@@ -1,0 +1,32 @@
+"""Shared set-up: quiet Ray, few threads, no hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ranks of a test gang are many on few cores: they import kdray from here, with one thread each.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray with room for eight ranks, for the whole test run."""
+    import ray
+
+    from kdray.actors.cluster import connect
+
+    connect(min_cpus=9)
+    yield
+    ray.shutdown()
