@@ -16,8 +16,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+
+# The suite is deterministic: the same examples every time, and no verdict hangs on a clock.
+settings.register_profile(
+    "kdray",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kdray")
 
 
 @pytest.fixture(scope="session")
