@@ -1,0 +1,100 @@
+"""The metrics page is Prometheus text, and counts what happened."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from kdray.serve.engine import EngineStats
+from kdray.serve.metrics import Histogram, ServiceMetrics, render
+from tests.serve.conftest import BuildApp
+from tests.serve.fakes import STATS, FakeEngine, running, steps
+from tests.serve.http import call, complete
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(app: FastAPI) -> Samples:
+    response = call(app, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return parsed(response.text)
+
+
+def parsed(page: str) -> Samples:
+    """Every sample by name and sorted labels; each family has help, a type, and no twin."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(page):
+        assert family.name.startswith("kdray_")
+        assert family.documentation and family.type != "unknown"
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"kdray_{name}", tuple(sorted(labels.items()))]
+
+
+def test_what_the_engine_says(app_of: BuildApp) -> None:
+    samples = scrape(app_of(FakeEngine()))
+    assert value(samples, "engine_up") == 1
+    assert value(samples, "requests_running") == STATS.running
+    assert value(samples, "requests_waiting") == STATS.waiting
+    assert value(samples, "pages_used") == STATS.pages_used
+    assert value(samples, "pages_total") == STATS.pages_total
+    assert value(samples, "steps_total") == STATS.steps
+    assert value(samples, "step_seconds_total", verb="verify") == 1.5
+
+
+def test_accept_lengths_are_a_histogram(app_of: BuildApp) -> None:
+    samples = scrape(app_of(FakeEngine()))
+    buckets = {
+        dict(labels)["le"]: count
+        for (name, labels), count in samples.items()
+        if name == "kdray_accept_length_bucket"
+    }
+    assert buckets == {"1": 3, "2": 3, "3": 3, "4": 8, "+Inf": 8}
+    assert value(samples, "accept_length_sum") == 3 * 1 + 5 * 4
+    assert value(samples, "accept_length_count") == 8
+
+
+def test_what_the_surface_counts(app_of: BuildApp) -> None:
+    app = app_of(FakeEngine(lambda i: steps("abc", "de") if i else running("a.")))
+    complete(app, prompt="hi", n=2, stop=".")
+    complete(app, prompt="hello", stream=True)
+    samples = scrape(app)
+    assert value(samples, "requests_total", finish_reason="length") == 2
+    assert value(samples, "requests_total", finish_reason="stop") == 1
+    assert value(samples, "requests_total", finish_reason="abort") == 0
+    assert value(samples, "prompt_tokens_total") == 2 + 2 + 5
+    assert value(samples, "generation_tokens_total") == 2 + 5 + 5
+    assert value(samples, "time_to_first_token_seconds_count") == 3
+    # One choice had a single step: there is no time between its tokens.
+    assert value(samples, "time_per_output_token_seconds_count") == 2
+
+
+def test_an_engine_that_is_down_leaves_the_rest_readable(app_of: BuildApp) -> None:
+    engine = FakeEngine()
+    engine.cause = "rank 1 died"
+    samples = scrape(app_of(engine))
+    assert value(samples, "engine_up") == 0
+    assert ("kdray_steps_total", ()) not in samples
+
+
+def test_a_fresh_engine_has_an_empty_histogram() -> None:
+    samples = parsed(render(ServiceMetrics(), EngineStats()))
+    assert value(samples, "accept_length_count") == 0
+    assert value(samples, "accept_length_bucket", le="+Inf") == 0
+
+
+def test_a_bound_belongs_to_its_bucket() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for seconds in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(seconds)
+    samples = parsed("\n".join(histogram.render("kdray_x_seconds", "X.")) + "\n")
+    assert value(samples, "x_seconds_bucket", le="1.0") == 2
+    assert value(samples, "x_seconds_bucket", le="2.0") == 4
+    assert value(samples, "x_seconds_bucket", le="+Inf") == 5
+    assert value(samples, "x_seconds_sum") == 14.0
