@@ -25,17 +25,19 @@ class DriverClient:
     part. When the stream ends, every open request ends with an error and `healthy` says why.
     """
 
-    def __init__(self, driver: ActorHandle, info: EngineInfo) -> None:
+    def __init__(self, driver: ActorHandle[Any], info: EngineInfo) -> None:
         self._driver = driver
         self._info = info
         self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
         self._failure: str | None = None
         # Called here, before any submit can be: a stream tells what follows its call.
-        self._stream = driver.outputs.options(num_returns="streaming").remote()
-        self._reader = asyncio.create_task(self._read())
+        self._stream: AsyncIterator[Awaitable[StepMessage]] = driver.outputs.options(
+            num_returns="streaming"
+        ).remote()
+        self._reader: asyncio.Task[None] = asyncio.create_task(self._read())
 
     @classmethod
-    async def connect(cls, driver: ActorHandle) -> Self:
+    async def connect(cls, driver: ActorHandle[Any]) -> Self:
         return cls(driver, EngineInfo.from_mapping(await _result(driver.info.remote())))
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.actor import ActorHandle
-from ray.serve import Application
+from ray.serve import Application, Deployment
 
 from kdray.errors import EngineClosed
 from kdray.model.tokenizer import Tokenizer
@@ -17,8 +18,12 @@ from kdray.serve.app import ServeLimits, build_app
 from kdray.serve.client import DriverClient
 from kdray.serve.engine import EngineClient
 
-_APPLICATION = "kdray"
 Connect = Callable[[], Awaitable[EngineClient]]
+Engine = ActorHandle[Any] | Connect
+
+MAX_ONGOING_REQUESTS = 4096
+DRAIN_S = 60.0
+_APPLICATION = "kdray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,49 +35,51 @@ class ServedModel:
     limits: ServeLimits = field(default_factory=ServeLimits)
 
 
-@serve.deployment(
-    name="Endpoint",
-    num_replicas=1,
-    # A backstop only: admission is the application's, which answers in OpenAI's shape.
-    max_ongoing_requests=4096,
-    ray_actor_options={"num_cpus": 0},
-    health_check_period_s=5,
-    health_check_timeout_s=30,
-    graceful_shutdown_timeout_s=60,
-    max_constructor_retry_count=2,
-)
-@serve.ingress()
 class Endpoint:
-    """Builds the application in its own process, so that engine and event loop are its own."""
+    """Connects and builds the application in the replica's process, in its own event loop."""
 
-    async def __init__(self, engine: ActorHandle | Connect, model: ServedModel) -> None:
-        self._engine = await _connected(engine)
-        self._tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
+    def __init__(self, engine: Engine, model: ServedModel) -> None:
+        self._connect = _connector(engine)
         self._model = model
+        self._engine: EngineClient | None = None
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Ray Serve in the replica, behind the constructor."""
-        return build_app(self._engine, self._tokenizer, self._model.name, self._model.limits)
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve once, behind the constructor."""
+        tokenizer = Tokenizer.from_folder(self._model.tokenizer_folder)
+        self._engine = await self._connect()
+        return build_app(self._engine, tokenizer, self._model.name, self._model.limits)
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica that raises here."""
-        cause = self._engine.healthy()
+        cause = self._engine.healthy() if self._engine is not None else "not connected yet"
         if cause is not None:
             raise EngineClosed(cause)
 
 
-async def _connected(engine: ActorHandle | Connect) -> EngineClient:
+def _connector(engine: Engine) -> Connect:
     if isinstance(engine, ActorHandle):
-        return await DriverClient.connect(engine)
-    return await engine()
+        return lambda: DriverClient.connect(engine)
+    return engine
 
 
-def application(engine: ActorHandle | Connect, model: ServedModel) -> Application:
+def application(engine: Engine, model: ServedModel) -> Application:
     """The deployment bound to a driver actor, or to a factory that is awaited in the replica."""
-    return Endpoint.bind(engine, model)
+    deployed: Deployment = serve.deployment(
+        name="Endpoint",
+        num_replicas=1,
+        # A backstop only: admission is the application's, which answers in OpenAI's shape.
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=2,
+    )(serve.ingress()(Endpoint))
+    return deployed.bind(engine, model)
 
 
-def start(engine: ActorHandle | Connect, model: ServedModel, *, host: str, port: int) -> None:
+def start(engine: Engine, model: ServedModel, *, host: str, port: int) -> None:
     """Serve `model` at http://host:port; returns once the endpoint answers."""
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     serve.run(application(engine, model), name=_APPLICATION, route_prefix="/")
@@ -85,4 +92,4 @@ def stop() -> None:
     """
     serve.delete(_APPLICATION)
     if not serve.status().applications:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]

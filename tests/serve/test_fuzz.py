@@ -55,9 +55,7 @@ def status(tokenizer: Tokenizer, path: str, body: bytes) -> int:
     return response.status_code
 
 
-quick = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quick

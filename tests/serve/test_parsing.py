@@ -259,5 +259,3 @@ def test_messages_must_be_objects(messages: Any) -> None:
 
 def test_min_tokens_beyond_max_tokens() -> None:
     assert refusal(b'{"prompt": "hi", "max_tokens": 2, "min_tokens": 3}').param == "min_tokens"
-
-

@@ -58,9 +58,7 @@ PROMPTS: list[tuple[Any, list[list[int]]]] = [
 
 
 @pytest.mark.parametrize(("prompt", "expected"), PROMPTS)
-def test_every_prompt_is_a_choice(
-    app_of: BuildApp, prompt: Any, expected: list[list[int]]
-) -> None:
+def test_every_prompt_is_a_choice(app_of: BuildApp, prompt: Any, expected: list[list[int]]) -> None:
     engine = FakeEngine(lambda i: steps(f"out{i}"))
     answer = complete(app_of(engine), prompt=prompt).json()
     assert [submitted[1] for submitted in engine.submitted] == expected
@@ -97,9 +95,7 @@ def test_without_max_tokens_the_model_length_is_the_limit(app_of: BuildApp) -> N
     assert engine.sampling.max_tokens == MAX_MODEL_LEN - 2
 
 
-def test_the_token_that_ends_a_turn_ends_the_output(
-    app_of: BuildApp, tokenizer: Tokenizer
-) -> None:
+def test_the_token_that_ends_a_turn_ends_the_output(app_of: BuildApp, tokenizer: Tokenizer) -> None:
     engine = FakeEngine(steps("a"))
     chat(app_of(engine), stop_token_ids=[46])
     assert engine.sampling.stop_token_ids == (46, *sorted(tokenizer.end_token_ids))

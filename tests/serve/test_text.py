@@ -57,9 +57,7 @@ def test_any_cut_gives_the_same_text(tokenizer: Tokenizer, text: str, cuts: list
 
 
 @given(cuts=CUTS, stop=st.sampled_from(["STOP", "S", "OP h", "\u00e9", "P he"]))
-def test_any_cut_stops_at_the_same_place(
-    tokenizer: Tokenizer, cuts: list[int], stop: str
-) -> None:
+def test_any_cut_stops_at_the_same_place(tokenizer: Tokenizer, cuts: list[int], stop: str) -> None:
     text = "SSTO caf\u00e9 SSTOP here, and STOP again"
     before = text[: text.index(stop)]
     tokens = len((before + stop).encode())

@@ -1,0 +1,143 @@
+"""The driver client: one stream handed out to all requests, and what happens when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kdray.core.request import SamplingParams
+from kdray.errors import EngineClosed, InvalidRequest, RankFailed
+from kdray.serve.client import DriverClient
+from kdray.serve.engine import RequestDelta
+from tests.serve.drivers import FATAL, FOREVER, REFUSED, ScriptedDriver
+from tests.serve.fakes import MAX_MODEL_LEN, STATS
+
+SAMPLING = SamplingParams()
+
+
+class Method:
+    """A method as an actor handle shows it: `.remote(...)`, and a stream after `.options(...)`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def remote(self, *arguments: Any) -> Awaitable[Any]:
+        return asyncio.ensure_future(self._call(*arguments))
+
+    def options(self, *, num_returns: str) -> Stream:
+        assert num_returns == "streaming"
+        return Stream(self._call)
+
+
+class Stream:
+    """Yields awaitable references, as Ray's streaming generators do."""
+
+    def __init__(self, call: Callable[..., AsyncIterator[Any]]) -> None:
+        self._call = call
+
+    async def remote(self) -> AsyncIterator[Awaitable[Any]]:
+        async for item in self._call():
+            yield asyncio.ensure_future(_self(item))
+
+
+async def _self(item: Any) -> Any:
+    return item
+
+
+class Handle:
+    """An actor handle over an object of this process."""
+
+    def __init__(self, actor: object) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self.actor, name))
+
+
+def run(scenario: Callable[[DriverClient, ScriptedDriver], Awaitable[None]]) -> None:
+    async def connected() -> None:
+        driver = ScriptedDriver()
+        client = await DriverClient.connect(Handle(driver))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(20):
+                await scenario(client, driver)
+        finally:
+            await client.close()
+
+    asyncio.run(connected())
+
+
+async def collect(client: DriverClient, request_id: str) -> list[RequestDelta]:
+    return [delta async for delta in client.outputs(request_id)]
+
+
+def test_facts_and_figures() -> None:
+    async def scenario(client: DriverClient, _: ScriptedDriver) -> None:
+        assert (client.info.name, client.info.max_model_len) == ("scripted", MAX_MODEL_LEN)
+        assert client.healthy() is None
+        assert await client.stats() == STATS
+
+    run(scenario)
+
+
+def test_each_request_gets_its_own_part() -> None:
+    async def scenario(client: DriverClient, _: ScriptedDriver) -> None:
+        prompts = {"a": b"one two", "b": b"three", "c": b"x"}
+        for request_id, prompt in prompts.items():
+            await client.submit(request_id, list(prompt), SAMPLING)
+        for request_id, prompt in prompts.items():
+            deltas = await collect(client, request_id)
+            assert b"".join(bytes(delta.token_ids) for delta in deltas) == prompt
+            assert [delta.accept_length for delta in deltas][:2] == [None, 2][: len(deltas)]
+            assert deltas[-1].finish_reason == "length"
+
+    run(scenario)
+
+
+def test_outputs_that_ended_before_they_were_read_are_kept() -> None:
+    async def scenario(client: DriverClient, _: ScriptedDriver) -> None:
+        await client.submit("late", list(b"abcd"), SAMPLING)
+        await asyncio.sleep(0.05)
+        assert [bytes(delta.token_ids) for delta in await collect(client, "late")] == [b"ab", b"cd"]
+        assert await collect(client, "late") == []
+
+    run(scenario)
+
+
+def test_a_refusal_keeps_its_kind_and_leaves_nothing_behind() -> None:
+    async def scenario(client: DriverClient, _: ScriptedDriver) -> None:
+        with pytest.raises(InvalidRequest, match="never run") as caught:
+            await client.submit("bad", list(REFUSED), SAMPLING)
+        assert caught.value.param == "prompt"
+        assert await collect(client, "bad") == []
+
+    run(scenario)
+
+
+def test_an_abort_reaches_the_driver() -> None:
+    async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
+        await client.submit("a", list(FOREVER), SAMPLING)
+        await client.abort("a")
+        assert await driver.aborted() == ["a"]
+        assert await collect(client, "a") == []
+
+    run(scenario)
+
+
+def test_when_the_stream_fails_open_requests_end_with_the_cause() -> None:
+    async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
+        await client.submit("open", list(FOREVER), SAMPLING)
+        await client.submit("last", list(FATAL), SAMPLING)
+        deltas = await collect(client, "open")
+        assert deltas[-1].finish_reason == "error"
+        assert "rank 1 died" in (deltas[-1].error or "")
+        assert "rank 1 died" in (client.healthy() or "")
+        with pytest.raises((EngineClosed, RankFailed), match="rank 1 died"):
+            await client.submit("more", list(b"x"), SAMPLING)
+        await client.abort("open")
+        assert await driver.aborted() == []  # nothing runs there any more
+
+    run(scenario)

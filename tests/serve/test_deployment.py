@@ -1,0 +1,96 @@
+"""The endpoint on a real Ray Serve, in front of a real (scripted) driver actor."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+
+from kdray.serve import deployment
+from tests.serve.drivers import FATAL, ScriptedDriver
+from tests.serve.fakes import byte_tokenizer
+from tests.serve.http import events, wait_until
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def driver(ray_cluster: None) -> Any:
+    return ray.remote(ScriptedDriver).options(num_cpus=0).remote()
+
+
+@pytest.fixture(scope="module")
+def address(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer(folder)
+    port = free_port()
+    model = deployment.ServedModel(name="scripted", tokenizer_folder=folder)
+    deployment.start(driver, model, host="127.0.0.1", port=port)
+    yield f"http://127.0.0.1:{port}"
+    deployment.stop()
+
+
+def complete(address: str, prompt: str, **members: Any) -> httpx.Response:
+    body = {"prompt": prompt} | members
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+
+
+def test_a_whole_completion(address: str) -> None:
+    answer = complete(address, "hello").json()
+    assert answer["choices"][0]["text"] == "hello"
+    assert answer["usage"]["kdray"] == {"accept_length_mean": 1.5, "steps": 2}
+
+
+def test_a_stream(address: str) -> None:
+    chunks = events(complete(address, "hello", stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["he", "ll", "o", ""]
+
+
+def test_a_refusal_by_the_driver(address: str) -> None:
+    response = complete(address, "refused")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_errors_of_the_framework_keep_openai_s_shape(address: str) -> None:
+    for response, status in (
+        (httpx.get(f"{address}/nowhere"), 404),
+        (httpx.get(f"{address}/v1/completions"), 405),
+    ):
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_metrics_of_the_driver(address: str) -> None:
+    assert "kdray_steps_total 12" in httpx.get(f"{address}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(address: str, driver: Any, stream: bool) -> None:
+    before = len(ray.get(driver.aborted.remote()))
+    body = {"prompt": "forever", "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            assert next(response.iter_bytes())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/completions", json=body, timeout=2)
+    wait_until(lambda: len(ray.get(driver.aborted.remote())) == before + 1)
+
+
+def test_a_driver_that_fails_ends_what_is_open_and_turns_the_rest_away(address: str) -> None:
+    """The last test of this module: the driver serves nobody afterwards."""
+    assert "rank 1 died" in complete(address, FATAL.decode()).json()["error"]["message"]
+    response = httpx.get(f"{address}/health")
+    assert response.status_code == 503
+    assert "rank 1 died" in response.json()["error"]["message"]
