@@ -63,13 +63,14 @@ class Drafter(Protocol):
 class DFlashDrafter:
     """DFlash over pages: context K/V sits under the same page ids as the target's.
 
-    cache   per layer [num_pages * page_size, 2, G, D]; slots are written before they are read
+    tables   the embedding and head borrowed of the target
+    cache    per layer [num_pages * page_size, 2, G, D]; slots are written before they are read
     """
 
     def __init__(
         self,
         network: DFlashNetwork,
-        target: TargetTables,
+        tables: TargetTables,
         *,
         ops: Ops,
         candidates: int,
@@ -80,12 +81,12 @@ class DFlashDrafter:
         self.network = network
         self.depth = config.block_size - 1
         self.taps = config.target_layer_ids
-        self._target = target
+        self.tables = tables
         self._ops = ops
         self._candidates = min(candidates, config.vocab_size)
         self._page_size = page_size
         shape = (num_pages * page_size, 2, config.num_kv_heads, config.head_dim)
-        self.cache = [target.head.new_zeros(shape) for _ in config.layers]
+        self.cache = [tables.head.new_zeros(shape) for _ in config.layers]
 
     @classmethod
     def load(
@@ -130,7 +131,7 @@ class DFlashDrafter:
             return _absent(shape, self._device)
         chosen = torch.tensor(drafting, device=self._device)
         hidden = self._draft([plan.requests[r] for r in drafting], roots.to(self._device)[chosen])
-        logits = F.linear(hidden, self._target.head).float()
+        logits = F.linear(hidden, self.tables.head).float()
         token, score = self._ops.topk_logprob(logits, self._candidates)
         if len(drafting) == len(plan.requests):
             return Candidates(token=token, score=score)
@@ -147,14 +148,14 @@ class DFlashDrafter:
             torch.from_numpy(column).to(self._device)
             for column in _committed_rows(plan, paths, row_start, self._page_size)
         )
-        known = features[rows].to(self._device, self._target.head.dtype)
+        known = features[rows].to(self._device, self.tables.head.dtype)
         layers = self.network.context_kv(known, positions)
         for cache, kv in zip(self.cache, layers, strict=True):
             cache[slots] = kv
 
     @property
     def _device(self) -> torch.device:
-        return self._target.head.device
+        return self.tables.head.device
 
     def _draft(self, requests: Sequence[PlannedRequest], roots: Tensor) -> Tensor:
         """Hidden states of the masked slots [R, L, E] behind roots [R]."""
@@ -163,7 +164,7 @@ class DFlashDrafter:
         block[:, 0] = roots
         start = np.array([[request.root_position] for request in requests], dtype=np.int64)
         position = torch.from_numpy(start + np.arange(config.block_size)).to(self._device)
-        embedded = F.embedding(block, self._target.embedding)
+        embedded = F.embedding(block, self.tables.embedding)
         return self.network.draft(embedded, position, self._contexts(requests))
 
     def _contexts(self, requests: Sequence[PlannedRequest]) -> list[LayerContext]:
