@@ -131,7 +131,7 @@ def _seen(
     root = batch.num_known[span.r] - 1
     row = span.first + np.arange(num_rows)[:, None]
     key = np.arange(num_keys) - batch.num_cached[span.r]  # the row whose KV it is; < 0: cached
-    seen = key <= np.minimum(row, root)
+    seen = key <= row  # right for known rows; drafts among themselves follow the mask instead
     first_draft = max(span.first, root + 1)
     if first_draft < span.last:
         nodes = slice(first_draft - root, span.last - root)

@@ -190,6 +190,13 @@ def test_unsorted_rows_are_refused_and_can_be_sorted() -> None:
     assert build_tree(ROOT, token, score, 4).token.tolist() == [ROOT, 3, 1, 4]
 
 
+def test_sorting_keeps_equal_candidates_in_order() -> None:
+    token = np.arange(500)[None]
+    assert sort_candidates(token, -(token % 2))[0].tolist() == [
+        [*range(0, 500, 2), *range(1, 500, 2)]
+    ]
+
+
 def test_wrong_candidates_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\[L, K\]"):
         build_tree(ROOT, [1, 2], [-1, -2], 4)
