@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.ops import AttentionBatch, Ops
-from kdray.model.layers import linear, rms_norm
+from kdray.model.layers import rms_norm
 from kdray.model.rope import rotate
 
 EXPAND_FROM_ROWS = 128  # known rows from which expanding the latents pays
@@ -118,11 +118,12 @@ class Rows(NamedTuple):
 class LatentAttention:
     """One layer's attention, this rank's H heads.
 
-    down       [Q + C + D, E] queries' latent (or the queries, without one), latent, key
-    query_norm [Q] and query_up [H (N + D), Q]; both None where queries have no latent
-    latent_norm [C]
-    key_up     [H, N, C] W_UK          value_up   [H, C, V] W_UV transposed
-    output     [E, H V]
+    down          [E, Q + C + D] to the queries' latent (or the queries), the latent, the key
+    query_norm    [Q], and query_up [Q, H (N + D)]; both None where queries have no latent
+    latent_norm   [C]
+    key_up        [H, N, C] W_UK of each head
+    value_up      [H, C, V] W_UV of each head
+    output        [H V, E]
     """
 
     ops: Ops
@@ -140,19 +141,19 @@ class LatentAttention:
         """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, C + D]."""
         num_heads, nope, latent_dim = self.key_up.shape
         kv_width = cache.shape[1]
-        hidden, latent, key = linear(x, self.down).split_with_sizes(
-            [self.down.shape[0] - kv_width, latent_dim, kv_width - latent_dim], dim=-1
+        hidden, latent, key = (x @ self.down).split_with_sizes(
+            [self.down.shape[1] - kv_width, latent_dim, kv_width - latent_dim], dim=-1
         )
         latent = rms_norm(latent, self.latent_norm, self.norm_eps)
         row = torch.cat([latent, rotate(key, rows.turns)], dim=-1)
         cache.index_copy_(0, rows.slot, row.to(cache.dtype))
 
         if self.query_up is not None and self.query_norm is not None:
-            hidden = linear(rms_norm(hidden, self.query_norm, self.norm_eps), self.query_up)
+            hidden = rms_norm(hidden, self.query_norm, self.norm_eps) @ self.query_up
         query = hidden.view(x.shape[0], num_heads, -1)
         rotated = rotate(query[..., nope:], rows.turns[:, None])
         heads = self._attend(query[..., :nope], rotated, cache, rows.split)
-        return linear(heads.flatten(1), self.output)
+        return heads.flatten(1) @ self.output
 
     def _attend(
         self, nope: Tensor, rotated: Tensor, cache: Tensor, split: AttentionSplit

@@ -12,7 +12,7 @@ from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
 from kdray.model.int4 import read_linear
 from kdray.model.mla import LatentAttention
-from kdray.model.moe import DenseMLP, MoE, Router
+from kdray.model.moe import DenseMLP, MoE, Router, empty_experts
 from kdray.model.parallel import Shard
 from kdray.model.rope import softmax_scale
 
@@ -46,17 +46,17 @@ class WeightReader:
         )
         expanded = config.qk_nope_head_dim + config.v_head_dim
         kv_up = self._linear(f"{root}.kv_b_proj", rows=_rows_of(heads, expanded))
-        key_up, value_up = torch.unflatten(kv_up, 0, (-1, expanded)).split_with_sizes(
-            [config.qk_nope_head_dim, config.v_head_dim], dim=1
+        key_up, value_up = torch.unflatten(kv_up, 1, (-1, expanded)).split_with_sizes(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=2
         )
         return LatentAttention(
             ops=ops,
-            down=torch.cat([first, self._linear(f"{root}.kv_a_proj_with_mqa")]),
+            down=torch.cat([first, self._linear(f"{root}.kv_a_proj_with_mqa")], dim=1),
             query_norm=self.plain(f"{root}.q_a_layernorm") if has_latent else None,
             query_up=self._linear(f"{root}.q_b_proj", rows=queries) if has_latent else None,
             latent_norm=self.plain(f"{root}.kv_a_layernorm"),
-            key_up=key_up.contiguous(),
-            value_up=value_up.transpose(1, 2).contiguous(),
+            key_up=key_up.permute(1, 2, 0).contiguous(),
+            value_up=value_up.transpose(0, 1).contiguous(),
             output=self._linear(f"{root}.o_proj", cols=_rows_of(heads, config.v_head_dim)),
             norm_eps=norm_eps,
             scale=softmax_scale(config),
@@ -78,26 +78,24 @@ class WeightReader:
             sources.append(
                 (f"{root}.shared_experts", slice(offset + part.start, offset + part.stop))
             )
-        intermediate = part.stop - part.start
         # Filled in place: a list of all experts and their stack would need the memory twice.
-        gate_up = self._empty(len(sources), 2 * intermediate, config.hidden_size)
-        down = self._empty(len(sources), intermediate, config.hidden_size)
+        gate_up, down = empty_experts(
+            len(sources), config.hidden_size, part.stop - part.start, self.dtype, self.device
+        )
         for x, (expert, rows) in enumerate(sources):
             gate_up[x] = self._gate_up(expert, rows)
-            down[x] = self._linear(f"{expert}.down_proj", cols=rows).T
+            down[x] = self._linear(f"{expert}.down_proj", cols=rows)
         weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
         bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
         return MoE(Router.of(config, weight, bias), gate_up, down, config.n_routed_experts)
 
     def _gate_up(self, root: str, rows: slice) -> Tensor:
         gate, up = (self._linear(f"{root}.{name}_proj", rows=rows) for name in ("gate", "up"))
-        return torch.cat([gate, up])
+        return torch.cat([gate, up], dim=1)
 
     def _linear(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        return self._placed(read_linear(self.checkpoint, name, rows, cols))
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """[in, out]: some inputs (cols) and outputs (rows) of the checkpoint's [out, in]."""
+        return self._placed(read_linear(self.checkpoint, name, rows, cols)).T.contiguous()
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
