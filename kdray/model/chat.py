@@ -6,8 +6,10 @@ template may write those: whatever a message says, its text stays text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kdray.errors import InvalidRequest
@@ -141,15 +143,21 @@ def _shield(asked: dict[str, Any], tokenizer: Tokenizer) -> tuple[dict[str, Any]
     The template still sees the text itself (to trim it, to split it), but what a client wrote no
     longer spells a special token. The mark is a character the client did not use.
     """
-    used = set().union(*_strings(asked))
-    mark = next((c for c in map(chr, _PRIVATE_USE) if c not in used), None)
-    if mark is None:
-        raise _wrong("the messages use every private-use character; leave one of them out")
+    try:
+        used = set().union(*_strings(asked))
+        mark = next((c for c in map(chr, _PRIVATE_USE) if c not in used), None)
+        if mark is None:
+            raise _wrong("the messages use every private-use character; leave one of them out")
+        pattern, put = tokenizer.special_pattern, partial(_break_up, mark)
+        broken = _map_strings(asked, lambda text: pattern.sub(put, text))
+    except RecursionError:
+        raise _wrong("the messages are nested too deeply") from None
+    return broken, mark
 
-    def broken(text: str) -> str:
-        return tokenizer.special_pattern.sub(lambda m: m.group()[:1] + mark + m.group()[1:], text)
 
-    return {name: _map_strings(value, broken) for name, value in asked.items()}, mark
+def _break_up(mark: str, match: re.Match[str]) -> str:
+    name = match.group()
+    return name[:1] + mark + name[1:]
 
 
 def _encode_shielded(tokenizer: Tokenizer, text: str, mark: str) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_rope import DraftRope, Rotation
-from kdray.model.layers import linear, rms_norm, swiglu
+from kdray.model.layers import rms_norm, swiglu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class DFlashNetwork:
     def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
         """Features [M, F] of tokens at position [M] -> per layer their K and V [M, 2, G, D]."""
         weights, config = self.weights, self.config
-        known = rms_norm(linear(features, weights.fc), weights.hidden_norm, config.rms_norm_eps)
+        known = rms_norm(F.linear(features, weights.fc), weights.hidden_norm, config.rms_norm_eps)
         turn = self._rope.at(position)
         return [self._context_kv_of(layer, known, turn) for layer in weights.layers]
 
@@ -83,14 +83,14 @@ class DFlashNetwork:
         x = block
         for layer, context in zip(self.weights.layers, contexts, strict=True):
             x = x + self._attend(layer, rms_norm(x, layer.input_norm, eps), turn, context)
-            inner = linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)
-            x = x + linear(swiglu(inner), layer.down)
+            inner = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)
+            x = x + F.linear(swiglu(inner), layer.down)
         return rms_norm(x[:, 1:], self.weights.norm, eps)
 
     def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        kv = linear(known, layer.qkv[heads * dim :]).view(-1, 2, groups, dim)
+        kv = F.linear(known, layer.qkv[heads * dim :]).view(-1, 2, groups, dim)
         key = turn.apply(self._normed(kv[:, 0], layer.head_norm[heads:]))
         return torch.stack((key, kv[:, 1]), dim=1)
 
@@ -101,7 +101,7 @@ class DFlashNetwork:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows, slots, _ = x.shape
-        qkv = linear(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
+        qkv = F.linear(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
         turned = turn.apply(self._normed(qkv[:, :, : heads + groups], layer.head_norm))
         query = turned[:, :, :heads]
         own = context.kv[:, -slots:]
@@ -111,7 +111,7 @@ class DFlashNetwork:
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=context.bias, enable_gqa=groups < heads
         )
-        return linear(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
+        return F.linear(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm of every head of x [.., H, D] with its own weight [H, D], statistics in fp32."""
