@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kdray.actors.rendezvous import Rendezvous, make_folder, remove_folder
 from kdray.config import EngineConfig
@@ -36,7 +35,7 @@ class DriverActor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._store: dist.TCPStore | None = None
+        self._store: object = None  # held open while ranks may still come
         self._rendezvous: Rendezvous | None = None
         self._collectives: TorchCollectives | None = None
         self._engine: Engine | None = None
@@ -51,12 +50,15 @@ class DriverActor:
 
     async def start(self) -> dict[str, Any]:
         """Load the model and begin to step; returns info(). Raises what went wrong."""
-        asyncio_loop = asyncio.get_running_loop()
-        self._loop = StepLoop(
-            build=self._build,
-            emit=lambda outputs: asyncio_loop.call_soon_threadsafe(self._publish, outputs),
-            on_end=lambda: asyncio_loop.call_soon_threadsafe(self._end_streams),
-        )
+        calls = asyncio.get_running_loop()
+
+        def emit(outputs: list[RequestOutput]) -> None:
+            calls.call_soon_threadsafe(self._publish, outputs)
+
+        def on_end() -> None:
+            calls.call_soon_threadsafe(self._end_streams)
+
+        self._loop = StepLoop(self._build, emit, on_end)
         self._loop.start()
         await asyncio.wrap_future(self._loop.ready)
         return await self.info()

@@ -72,7 +72,9 @@ class Gang:
             remove_placement_group(self._group)
 
     def _create_actors(self, config: EngineConfig) -> None:
-        driver, verifier = ray.remote(DriverActor), ray.remote(VerifierActor)
+        # Ray's stubs type an actor class by its methods' own types, not as remote handles.
+        driver: Any = ray.remote(DriverActor)
+        verifier: Any = ray.remote(VerifierActor)
         self.driver = driver.options(**self._options(config, 0)).remote(config)
         self._actors.append(self.driver)
         for rank in range(1, config.tp):
@@ -125,7 +127,7 @@ def _bundle(config: EngineConfig) -> dict[str, float]:
 
 def _place(config: EngineConfig) -> PlacementGroup:
     bundles = [_bundle(config) for _ in range(config.tp)]
-    group = placement_group(bundles, strategy="STRICT_PACK")
+    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK")
     if group.wait(config.start_timeout_s):
         return group
     total, free = ray.cluster_resources(), ray.available_resources()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,10 +75,11 @@ class Scheduler:
     def validate(self, request: Request) -> None:
         """Raises InvalidRequest for what can never run, with the figures."""
         limits = self.limits
-        if not all(0 <= token < limits.vocab_size for token in request.prompt):
-            raise InvalidRequest(
-                f"token ids must be from 0 to {limits.vocab_size - 1}", param="prompt"
-            )
+        for param, tokens in _tokens_named(request):
+            if not all(0 <= token < limits.vocab_size for token in tokens):
+                raise InvalidRequest(
+                    f"{param}: token ids must be from 0 to {limits.vocab_size - 1}", param=param
+                )
         if request.max_total > limits.max_model_len:
             raise InvalidRequest(
                 f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} "
@@ -238,6 +239,13 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+
+
+def _tokens_named(request: Request) -> Iterator[tuple[str, Iterable[int]]]:
+    """Every list of token ids that a client wrote, under the client's name for it."""
+    yield "prompt", request.prompt
+    yield "logit_bias", (token for token, _ in request.sampling.logit_bias)
+    yield "stop_token_ids", request.sampling.stop_token_ids
 
 
 def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:

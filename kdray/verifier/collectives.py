@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kdray.errors import StartupError
 
@@ -19,7 +20,7 @@ class TorchCollectives:
     ) -> None:
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -52,9 +53,9 @@ class TorchCollectives:
             dist.destroy_process_group()
 
 
-def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
     """Rank 0's store on a port the system picks: no race between choosing and binding it."""
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         0,
         is_master=True,

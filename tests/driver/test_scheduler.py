@@ -172,7 +172,9 @@ def test_drafts_never_reach_past_the_model() -> None:
     ("request_", "message"),
     [
         (make_request("a", 60, 10), "the most this engine takes is 64"),
-        (Request("b", (1, 1000), SamplingParams(max_tokens=1), frozenset(), 0), "0 to 999"),
+        (Request("b", (1, 1000), SamplingParams(max_tokens=1), frozenset(), 0), "prompt: .* 999"),
+        (make_request("c", 2, 1, logit_bias=((1000, 1.0),)), "logit_bias: .* 0 to 999"),
+        (make_request("d", 2, 1, stop_token_ids=(-1,)), "stop_token_ids: .* 0 to 999"),
     ],
 )
 def test_what_can_never_run_is_refused_with_figures(request_: Request, message: str) -> None:
