@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from kdray.errors import KdrayError
 
 SAMPLE = "Tell a story about Mia and a red kite."
 SAMPLE_TOKENS = 96
+_POLL_S, _POLLS = 5.0, 3
 _SERVE_CPUS = 2  # room for Ray Serve's controller and proxy beside the ranks
 _QUIET_ENV = {"RAY_SERVE_LOG_TO_STDERR": "0", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -74,20 +76,20 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
         gang = Gang.start(config)
         try:
             with endpoint(gang, arguments) as name:
-                attend(gang, arguments, name)
+                attend(arguments, name)
         finally:
             gang.stop()
     finally:
         ray.shutdown()
 
 
-def attend(gang: Any, arguments: argparse.Namespace, name: str) -> None:
+def attend(arguments: argparse.Namespace, name: str) -> None:
     """Say that it is ready and how to call it, then wait for a signal."""
     stopped = stop_on_signals()
     print(how_to_call(arguments.host, arguments.port, name), flush=True)
     if not arguments.no_sample:
         show_sample(arguments.host, arguments.port, name)
-    wait(gang, stopped)
+    wait(arguments, stopped)
     print("stopping: open requests may finish", flush=True)
 
 
@@ -109,24 +111,38 @@ def endpoint(gang: Any, arguments: argparse.Namespace) -> Iterator[str]:
     """Ray Serve in front of the gang; yields the served name, leaves by draining."""
     from kdray.serve import deployment
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     name = arguments.served_name or gang.info["name"]
     model = deployment.ServedModel(name=name, tokenizer_folder=Path(gang.info["model_folder"]))
     try:
         deployment.start(gang.driver, model, host=arguments.host, port=arguments.port)
         yield name
     finally:
-        deployment.stop()
+        # In a cluster that others use nothing of ours may stay; our own one ends with this process.
+        deployment.stop(leave_serve="RAY_ADDRESS" not in os.environ)
 
 
-def wait(gang: Any, stopped: threading.Event) -> None:
-    """Until a signal; raises where the driver is gone."""
-    import ray
+def wait(arguments: argparse.Namespace, stopped: threading.Event) -> None:
+    """Until a signal; raises where the endpoint says that the engine is gone."""
+    causes: list[str] = []
+    while not stopped.wait(timeout=_POLL_S):
+        cause = unhealthy(arguments.host, arguments.port)
+        causes = [*causes, cause] if cause is not None else []
+        # One bad answer may fall into the moment in which Ray Serve replaces the endpoint.
+        if len(causes) == _POLLS:
+            raise KdrayError(f"the engine is gone: {causes[0]}")
 
-    while not stopped.wait(timeout=5.0):
-        try:
-            ray.get(gang.driver.info.remote(), timeout=60.0)
-        except ray.exceptions.RayError as error:
-            raise KdrayError(f"the engine is gone: {error}") from None
+
+def unhealthy(host: str, port: int) -> str | None:
+    """None, or what /health answered."""
+    try:
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            body = response.read().decode(errors="replace")
+    except OSError as error:
+        return f"no answer from the endpoint: {error}"
+    return None if response.status == 200 else body
 
 
 def how_to_call(host: str, port: int, name: str) -> str:
@@ -164,8 +180,7 @@ def stream_chat(host: str, port: int, name: str) -> Iterator[dict[str, Any]]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    to = "127.0.0.1" if host == "0.0.0.0" else host
-    with contextlib.closing(http.client.HTTPConnection(to, port, timeout=120)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=120)) as connection:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()

@@ -85,11 +85,12 @@ def start(engine: Engine, model: ServedModel, *, host: str, port: int) -> None:
     serve.run(application(engine, model), name=_APPLICATION, route_prefix="/")
 
 
-def stop() -> None:
-    """Remove the endpoint, once its open requests have ended or the grace is over.
+def stop(*, leave_serve: bool = False) -> None:
+    """Remove the endpoint, once its open requests have ended or DRAIN_S is over.
 
-    Ray Serve itself stays where other applications run on it.
+    Ray Serve itself goes too, unless other applications run on it or it ends with its cluster
+    anyhow (leave_serve).
     """
     serve.delete(_APPLICATION)
-    if not serve.status().applications:
+    if not leave_serve and not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]

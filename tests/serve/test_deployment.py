@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,7 @@ import ray
 from kdray.serve import deployment
 from tests.serve.drivers import FATAL, ScriptedDriver
 from tests.serve.fakes import byte_tokenizer
-from tests.serve.http import events, wait_until
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.serve.http import events, free_port, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 from kdray.serve.engine import RequestDelta
@@ -151,6 +152,10 @@ def test_an_output_that_ends_too_early(app_of: BuildApp) -> None:
     assert error_of(complete(app_of(engine)), 500)["code"] == "generation_failed"
 
 
+def error_schema(operation: dict[str, Any]) -> dict[str, Any]:
+    return operation["responses"]["400"]["content"]["application/json"]["schema"]  # type: ignore[no-any-return]
+
+
 def test_the_description_of_the_surface_is_valid(app_of: BuildApp) -> None:
     described = call(app_of(FakeEngine()), "GET", "/openapi.json").json()
     assert described["openapi"].startswith("3.1")
@@ -159,5 +164,6 @@ def test_the_description_of_the_surface_is_valid(app_of: BuildApp) -> None:
         assert {"200", "400", "404", "413", "429", "500", "503"} <= set(operation["responses"])
         assert "422" not in operation["responses"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        assert "temperature" in schema["properties"]
+        Draft202012Validator.check_schema(schema)
+        Draft202012Validator.check_schema(error_schema(operation))
     assert "HTTPValidationError" not in json.dumps(described)
