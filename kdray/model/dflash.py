@@ -24,10 +24,10 @@ from kdray.model.layers import rms_norm, swiglu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftLayer:
-    """One layer's weights; E width, H query heads, G key heads, D head dim, I inner width.
+    """One layer's weights, [in, out]; E width, H query heads, G key heads, D head dim, I inner.
 
-    input_norm, post_norm [E]; qkv [(H + 2 G) D, E], q before k before v; head_norm [H + G, D], the
-    q norm for every query head, then the k norm; out [E, H D]; gate_up [2 I, E]; down [E, I]
+    input_norm, post_norm [E]; qkv [E, (H + 2 G) D], q before k before v; head_norm [H + G, D], the
+    q norm for every query head, then the k norm; out [H D, E]; gate_up [E, 2 I]; down [I, E]
     """
 
     input_norm: Tensor
@@ -41,7 +41,7 @@ class DraftLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftWeights:
-    """fc [E, F], hidden_norm [E], norm [E], and the layers."""
+    """fc [F, E], hidden_norm [E], norm [E], and the layers."""
 
     fc: Tensor
     hidden_norm: Tensor
@@ -72,7 +72,9 @@ class DFlashNetwork:
     def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
         """Features [M, F] of tokens at position [M] -> per layer their K and V [M, 2, G, D]."""
         weights, config = self.weights, self.config
-        known = rms_norm(F.linear(features, weights.fc), weights.hidden_norm, config.rms_norm_eps)
+        known = rms_norm(
+            torch.matmul(features, weights.fc), weights.hidden_norm, config.rms_norm_eps
+        )
         turn = self._rope.at(position)
         return [self._context_kv_of(layer, known, turn) for layer in weights.layers]
 
@@ -83,14 +85,14 @@ class DFlashNetwork:
         x = block
         for layer, context in zip(self.weights.layers, contexts, strict=True):
             x = x + self._attend(layer, rms_norm(x, layer.input_norm, eps), turn, context)
-            inner = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)
-            x = x + F.linear(swiglu(inner), layer.down)
+            inner = torch.matmul(rms_norm(x, layer.post_norm, eps), layer.gate_up)
+            x = x + torch.matmul(swiglu(inner), layer.down)
         return rms_norm(x[:, 1:], self.weights.norm, eps)
 
     def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        kv = F.linear(known, layer.qkv[heads * dim :]).view(-1, 2, groups, dim)
+        kv = torch.matmul(known, layer.qkv[:, heads * dim :]).view(-1, 2, groups, dim)
         key = turn.apply(self._normed(kv[:, 0], layer.head_norm[heads:]))
         return torch.stack((key, kv[:, 1]), dim=1)
 
@@ -101,7 +103,7 @@ class DFlashNetwork:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows, slots, _ = x.shape
-        qkv = F.linear(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
+        qkv = torch.matmul(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
         turned = turn.apply(self._normed(qkv[:, :, : heads + groups], layer.head_norm))
         query = turned[:, :, :heads]
         own = context.kv[:, -slots:]
@@ -111,9 +113,8 @@ class DFlashNetwork:
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=context.bias, enable_gqa=groups < heads
         )
-        return F.linear(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
+        return torch.matmul(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm of every head of x [.., H, D] with its own weight [H, D], statistics in fp32."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.config.rms_norm_eps)
-        return normed.to(x.dtype) * weight
+        """RMS norm of every head of x [.., H, D] with its own weight [H, D]."""
+        return rms_norm(x, weight, self.config.rms_norm_eps)

@@ -29,10 +29,10 @@ def load_weights(
     shapes = dict(_shapes(config))
     reader.check(shapes)
     return DraftWeights(
-        fc=reader.read("fc.weight"),
-        hidden_norm=reader.read("hidden_norm.weight"),
+        fc=reader.matrix("fc.weight"),
+        hidden_norm=reader.vector("hidden_norm.weight"),
         layers=tuple(_layer(reader, i, config) for i in range(len(config.layers))),
-        norm=reader.read("norm.weight"),
+        norm=reader.vector("norm.weight"),
     )
 
 
@@ -53,10 +53,14 @@ class _Reader:
                 "no plain DFlash drafter has; drafters with further parts are not supported yet"
             )
 
-    def read(self, *names: str) -> Tensor:
-        """The tensors one below the other."""
+    def vector(self, name: str) -> Tensor:
+        stored = self.checkpoint.tensor(self._stored_name(name))
+        return stored.to(self.device, self.dtype)
+
+    def matrix(self, *names: str) -> Tensor:
+        """Weights [in, out] side by side: the transpose of how they are stored."""
         parts = [self.checkpoint.tensor(self._stored_name(name)) for name in names]
-        return torch.cat(parts).to(self.device, self.dtype)
+        return torch.cat(parts).to(self.device, self.dtype).T.contiguous()
 
     def _stored_name(self, name: str) -> str:
         spellings = [name, f"model.{name}"]
@@ -74,16 +78,16 @@ class _Reader:
 def _layer(reader: _Reader, index: int, config: DFlashConfig) -> DraftLayer:
     prefix = f"layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    q_norm, k_norm = (reader.read(f"{attention}{x}_norm.weight") for x in "qk")
+    q_norm, k_norm = (reader.vector(f"{attention}{x}_norm.weight") for x in "qk")
     head_norm = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
     return DraftLayer(
-        input_norm=reader.read(f"{prefix}input_layernorm.weight"),
-        qkv=reader.read(*(f"{attention}{x}_proj.weight" for x in "qkv")),
+        input_norm=reader.vector(f"{prefix}input_layernorm.weight"),
+        qkv=reader.matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
         head_norm=torch.stack(head_norm),
-        out=reader.read(f"{attention}o_proj.weight"),
-        post_norm=reader.read(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=reader.read(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-        down=reader.read(f"{mlp}down_proj.weight"),
+        out=reader.matrix(f"{attention}o_proj.weight"),
+        post_norm=reader.vector(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=reader.matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        down=reader.matrix(f"{mlp}down_proj.weight"),
     )
 
 
