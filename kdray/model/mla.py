@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.ops import AttentionBatch, Ops
-from kdray.model.layers import rms_norm
+from kdray.model.layers import RmsNorm
 from kdray.model.rope import rotate
 
 EXPAND_FROM_ROWS = 128  # known rows from which expanding the latents pays
@@ -119,8 +119,8 @@ class LatentAttention:
     """One layer's attention, this rank's H heads.
 
     down          [E, Q + C + D] to the queries' latent (or the queries), the latent, the key
-    query_norm    [Q], and query_up [Q, H (N + D)]; both None where queries have no latent
-    latent_norm   [C]
+    query_norm    over Q, and query_up [Q, H (N + D)]; both None where queries have no latent
+    latent_norm   over C
     key_up        [H, N, C] W_UK of each head
     value_up      [H, C, V] W_UV of each head
     output        [H V, E]
@@ -128,13 +128,12 @@ class LatentAttention:
 
     ops: Ops
     down: Tensor
-    query_norm: Tensor | None
+    query_norm: RmsNorm | None
     query_up: Tensor | None
-    latent_norm: Tensor
+    latent_norm: RmsNorm
     key_up: Tensor
     value_up: Tensor
     output: Tensor
-    norm_eps: float
     scale: float
 
     def partial(self, x: Tensor, rows: Rows, cache: Tensor) -> Tensor:
@@ -144,12 +143,12 @@ class LatentAttention:
         hidden, latent, key = (x @ self.down).split_with_sizes(
             [self.down.shape[1] - kv_width, latent_dim, kv_width - latent_dim], dim=-1
         )
-        latent = rms_norm(latent, self.latent_norm, self.norm_eps)
+        latent = self.latent_norm(latent)
         row = torch.cat([latent, rotate(key, rows.turns)], dim=-1)
         cache.index_copy_(0, rows.slot, row.to(cache.dtype))
 
         if self.query_up is not None and self.query_norm is not None:
-            hidden = rms_norm(hidden, self.query_norm, self.norm_eps) @ self.query_up
+            hidden = self.query_norm(hidden) @ self.query_up
         query = hidden.view(x.shape[0], num_heads, -1)
         rotated = rotate(query[..., nope:], rows.turns[:, None])
         heads = self._attend(query[..., :nope], rotated, cache, rows.split)

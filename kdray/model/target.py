@@ -15,7 +15,7 @@ from kdray.kernels.ops import Ops
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
-from kdray.model.layers import linear, rms_norm
+from kdray.model.layers import RmsNorm, linear
 from kdray.model.manifest import check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE
@@ -31,9 +31,9 @@ NORM_EPS_QKV = 1e-6
 class Layer:
     """One block: x + attention(norm(x)), then + mlp(norm(..))."""
 
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     attention: LatentAttention
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     mlp: DenseMLP | MoE
 
 
@@ -50,7 +50,7 @@ class TargetModel:
     collectives: Collectives
     embedding: Tensor
     layers: tuple[Layer, ...]
-    final_norm: Tensor
+    final_norm: RmsNorm
     head: Tensor
     rope: Rope
     taps: tuple[int, ...]
@@ -94,7 +94,7 @@ class TargetModel:
             layers=tuple(
                 _read_layer(reader, layer, ops, eps) for layer in range(config.num_hidden_layers)
             ),
-            final_norm=reader.plain("model.norm"),
+            final_norm=reader.norm("model.norm", config.rms_norm_eps),
             head=reader.vocab_rows("lm_head"),
             rope=Rope.of(config, device),
             taps=tuple(taps),
@@ -111,7 +111,7 @@ class TargetModel:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> TargetOutput:
         """Run T rows; their KV is written to caches (one [S, C + D] a layer) at batch.slot."""
-        eps, reduce = self.config.rms_norm_eps, self.collectives.all_reduce
+        reduce = self.collectives.all_reduce
         rows = Rows(
             turns=self.rope.turns(batch.position),
             slot=batch.slot,
@@ -120,15 +120,12 @@ class TargetModel:
         x = self.embed(batch.token)
         outputs: dict[int, Tensor] = {}
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            normed = rms_norm(x, layer.attention_norm, eps)
-            x = x + reduce(layer.attention.partial(normed, rows, cache))
-            x = x + reduce(layer.mlp.partial(rms_norm(x, layer.mlp_norm, eps)))
+            x = x + reduce(layer.attention.partial(layer.attention_norm(x), rows, cache))
+            x = x + reduce(layer.mlp.partial(layer.mlp_norm(x)))
             if i in self.taps:
                 outputs[i] = x
         features = [outputs[i] for i in self.taps] or [x[:, :0]]
-        return TargetOutput(
-            hidden=rms_norm(x, self.final_norm, eps), features=torch.cat(features, dim=-1)
-        )
+        return TargetOutput(hidden=self.final_norm(x), features=torch.cat(features, dim=-1))
 
     def embed(self, token: Tensor) -> Tensor:
         """token [T] integers -> [T, E]."""
@@ -153,10 +150,10 @@ def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:
 
 
 def _read_layer(reader: WeightReader, layer: int, ops: Ops, norm_eps_qkv: float) -> Layer:
-    root = f"model.layers.{layer}"
+    root, eps = f"model.layers.{layer}", reader.config.rms_norm_eps
     return Layer(
-        attention_norm=reader.plain(f"{root}.input_layernorm"),
+        attention_norm=reader.norm(f"{root}.input_layernorm", eps),
         attention=reader.attention(layer, ops, norm_eps_qkv),
-        mlp_norm=reader.plain(f"{root}.post_attention_layernorm"),
+        mlp_norm=reader.norm(f"{root}.post_attention_layernorm", eps),
         mlp=reader.mlp(layer),
     )

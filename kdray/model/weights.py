@@ -11,8 +11,9 @@ from kdray.kernels.ops import Ops
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
 from kdray.model.int4 import read_linear
+from kdray.model.layers import RmsNorm
 from kdray.model.mla import LatentAttention
-from kdray.model.moe import DenseMLP, MoE, Router, empty_experts
+from kdray.model.moe import DenseMLP, MoE, Router
 from kdray.model.parallel import Shard
 from kdray.model.rope import softmax_scale
 
@@ -34,6 +35,9 @@ class WeightReader:
         """[vocab / ranks, E]: this rank's rows of the embedding or the head."""
         return self.plain(name, self.shard.slice_of(self.config.vocab_size))
 
+    def norm(self, name: str, eps: float) -> RmsNorm:
+        return RmsNorm.of(self.plain(name), eps)
+
     def attention(self, layer: int, ops: Ops, norm_eps: float) -> LatentAttention:
         config, root = self.config, f"model.layers.{layer}.self_attn"
         heads = self.shard.slice_of(config.num_attention_heads)
@@ -52,13 +56,12 @@ class WeightReader:
         return LatentAttention(
             ops=ops,
             down=torch.cat([first, self._linear(f"{root}.kv_a_proj_with_mqa")], dim=1),
-            query_norm=self.plain(f"{root}.q_a_layernorm") if has_latent else None,
+            query_norm=self.norm(f"{root}.q_a_layernorm", norm_eps) if has_latent else None,
             query_up=self._linear(f"{root}.q_b_proj", rows=queries) if has_latent else None,
-            latent_norm=self.plain(f"{root}.kv_a_layernorm"),
+            latent_norm=self.norm(f"{root}.kv_a_layernorm", norm_eps),
             key_up=key_up.permute(1, 2, 0).contiguous(),
             value_up=value_up.transpose(0, 1).contiguous(),
             output=self._linear(f"{root}.o_proj", cols=_rows_of(heads, config.v_head_dim)),
-            norm_eps=norm_eps,
             scale=softmax_scale(config),
         )
 
@@ -66,32 +69,34 @@ class WeightReader:
         root = f"model.layers.{layer}.mlp"
         if self.config.is_moe(layer):
             return self._moe(root)
-        part = self.shard.slice_of(self.config.intermediate_size)
-        return DenseMLP(self._gate_up(root, part), self._linear(f"{root}.down_proj", cols=part))
+        return self._dense(root, self.config.intermediate_size)
 
     def _moe(self, root: str) -> MoE:
-        config = self.config
-        part = self.shard.slice_of(config.moe_intermediate_size)
-        sources = [(f"{root}.experts.{e}", part) for e in range(config.n_routed_experts)]
-        for s in range(config.n_shared_experts):
-            offset = s * config.moe_intermediate_size
-            sources.append(
-                (f"{root}.shared_experts", slice(offset + part.start, offset + part.stop))
-            )
+        config, inter = self.config, self.config.moe_intermediate_size
+        shape = (config.n_routed_experts, config.hidden_size, 2 * inter // self.shard.size)
         # Filled in place: a list of all experts and their stack would need the memory twice.
-        gate_up, down = empty_experts(
-            len(sources), config.hidden_size, part.stop - part.start, self.dtype, self.device
+        gate_up = torch.empty(shape, dtype=self.dtype, device=self.device)
+        down = torch.empty(
+            (shape[0], shape[2] // 2, shape[1]), dtype=self.dtype, device=self.device
         )
-        for x, (expert, rows) in enumerate(sources):
-            gate_up[x] = self._gate_up(expert, rows)
-            down[x] = self._linear(f"{expert}.down_proj", cols=rows)
+        for x in range(config.n_routed_experts):
+            gate_up[x], down[x] = self._dense(f"{root}.experts.{x}", inter)
         weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
         bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
-        return MoE(Router.of(config, weight, bias), gate_up, down, config.n_routed_experts)
+        return MoE(
+            router=Router.of(config, weight, bias),
+            gate_up=gate_up,
+            down=down,
+            shared=self._dense(f"{root}.shared_experts", inter * config.n_shared_experts),
+        )
 
-    def _gate_up(self, root: str, rows: slice) -> Tensor:
-        gate, up = (self._linear(f"{root}.{name}_proj", rows=rows) for name in ("gate", "up"))
-        return torch.cat([gate, up], dim=1)
+    def _dense(self, root: str, intermediate: int) -> DenseMLP:
+        part = self.shard.slice_of(intermediate)
+        gate, up = (self._linear(f"{root}.{name}_proj", rows=part) for name in ("gate", "up"))
+        return DenseMLP(
+            gate_up=torch.cat([gate, up], dim=1),
+            down=self._linear(f"{root}.down_proj", cols=part),
+        )
 
     def _linear(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """[in, out]: some inputs (cols) and outputs (rows) of the checkpoint's [out, in]."""
