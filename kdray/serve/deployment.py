@@ -93,4 +93,4 @@ def stop(*, leave_serve: bool = False) -> None:
     """
     serve.delete(_APPLICATION)
     if not leave_serve and not serve.status().applications:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        serve.shutdown()

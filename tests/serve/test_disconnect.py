@@ -115,3 +115,18 @@ def test_work_has_cleaned_up_when_the_client_is_reported_gone() -> None:
     with pytest.raises(ClientLeft):
         asyncio.run(unless_client_leaves(receive, work()))
     assert events == ["cleaned up"]
+
+
+def test_leaving_while_the_engine_is_asked_aborts_what_it_may_have_taken(app_of: BuildApp) -> None:
+    engine = FakeEngine()
+    asked: list[str] = []
+
+    async def submit(request_id: str, *_: Any) -> None:
+        asked.append(request_id)
+        engine.waiting.set()
+        await asyncio.Event().wait()
+
+    engine.submit = submit  # type: ignore[method-assign]
+    asyncio.run(_cancelled_call(app_of(engine), engine, stream=False))
+    assert len(asked) == 1
+    assert engine.aborted == asked
