@@ -81,9 +81,11 @@ class Rounds:
         self.known = [torch.zeros(0, width) for _ in range(num_requests)]
 
     def prefill(self, lengths: Sequence[int]) -> None:
-        """One step with a prompt chunk of each request; its last token becomes known too."""
+        """One step with a prompt chunk of each request, none for length 0; all of it gets known."""
         plan = self.plan(known=lengths, budgets=[0] * len(lengths))
-        self._extend(plan, nodes=[1] * len(lengths), paths=[[0]] * len(lengths))
+        taking_part = tuple(request for request in plan.requests if len(request.known))
+        chunks = StepPlan(step=0, requests=taking_part)
+        self._extend(chunks, nodes=[1] * len(taking_part), paths=[[0]] * len(taking_part))
 
     def step(self, budgets: Sequence[int]) -> None:
         """One step of drafts, of which a random ascending path is accepted."""
@@ -128,7 +130,8 @@ class Rounds:
             node[r, : len(path)] = torch.tensor(path, dtype=torch.int32)
             first, known = row_start[r], len(plan.requests[r].known)
             rows = [*range(first, first + known), *(first + known - 1 + i for i in path[1:])]
-            self.known[r] = torch.cat([self.known[r], features[rows]])
+            owner = plan.requests[r].slot
+            self.known[owner] = torch.cat([self.known[owner], features[rows]])
         length = torch.tensor([len(path) for path in paths], dtype=torch.int32)
         accepted = AcceptedPaths(node=node, length=length, bonus=torch.zeros_like(length))
         self.drafter.extend(plan, accepted, features, row_start)

@@ -85,6 +85,15 @@ def test_a_prompt_of_one_token_drafts_without_context(tmp_path: Path) -> None:
     assert_drafts_like_the_plain_one(rounds, ops, config, tables_of(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["full", "short window"])
+def test_unwritten_slots_do_not_leak_into_a_batch(tmp_path: Path, kind: str) -> None:
+    config = draft_config(**KINDS[kind])
+    drafter, ops = load(tmp_path, config)
+    rounds = Rounds(drafter, num_requests=3, page_size=4, num_pages=63, seed=0)
+    rounds.prefill([0, 9, 1])
+    assert_drafts_like_the_plain_one(rounds, ops, config, tables_of(tmp_path))
+
+
 def test_the_block_leaves_no_trace(tmp_path: Path) -> None:
     drafter, _ = load(tmp_path, draft_config())
     rounds = Rounds(drafter, num_requests=2, page_size=4, num_pages=64, seed=0)
