@@ -9,6 +9,7 @@ KdrayError
 │   ├── PlacementError   the cluster cannot hold the gang
 │   ├── StartupError     a rank failed while starting
 │   └── RankFailed       a rank died or stopped answering while running
+├── KernelError          a CUDA kernel that cannot be compiled, loaded or launched
 └── EngineClosed         a call after close()
 """
 
@@ -56,6 +57,10 @@ class StartupError(GangError):
 
 class RankFailed(GangError):
     """A rank died or stopped answering; the gang is stopped as a whole."""
+
+
+class KernelError(KdrayError):
+    """A CUDA kernel that cannot be compiled, loaded or launched; the message says what is amiss."""
 
 
 class EngineClosed(KdrayError):
