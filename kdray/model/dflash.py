@@ -53,12 +53,12 @@ class DraftWeights:
 class LayerContext:
     """What one layer's blocks look back at.
 
-    kv     [R, C + S, 2, G, D]: context, finite throughout, then room for the block's own S
-    bias   [R, 1, S, C + S] float32 added to the scores, or None
+    kv       [R, C + S, 2, G, D]: context, finite throughout, then room for the block's own S
+    visible  [R, 1, S, C + S] bool, or None where every slot sees every key
     """
 
     kv: Tensor
-    bias: Tensor | None
+    visible: Tensor | None
 
 
 class DFlashNetwork:
@@ -111,7 +111,7 @@ class DFlashNetwork:
         own[:, :, 1] = qkv[:, :, heads + groups :]
         key, value = context.kv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key, value, attn_mask=context.bias, enable_gqa=groups < heads
+            query.transpose(1, 2), key, value, attn_mask=context.visible, enable_gqa=groups < heads
         )
         return torch.matmul(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
 

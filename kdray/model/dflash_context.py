@@ -22,12 +22,12 @@ class BlockContext:
 
     slots    [R, C + S] int64 cache slots; those of padding and of the block point anywhere
     padding  [R, C] bool, or None where there is none
-    bias     [R, 1, S, C + S] float32, 0 or -inf, or None where every key is seen
+    visible  [R, 1, S, C + S] bool, or None where every key is seen
     """
 
     slots: Tensor
     padding: Tensor | None
-    bias: Tensor | None
+    visible: Tensor | None
 
     def read(self, cache: Tensor) -> Tensor:
         """cache [slots, 2, G, D] -> keys and values [R, C + S, 2, G, D]; the last S mean nothing.
@@ -68,7 +68,7 @@ def look_back(
     return BlockContext(
         slots=torch.from_numpy(slots).to(device),
         padding=torch.from_numpy(padding).to(device) if padding.any() else None,
-        bias=None if visible.all() else _bias(visible).to(device),
+        visible=None if visible.all() else torch.from_numpy(visible[:, None]).to(device),
     )
 
 
@@ -85,14 +85,9 @@ def _visible(
     key = np.concatenate([context, block], axis=1)[:, None, :]
     query = block[:, :, None]
     real = np.concatenate([~padding, np.ones_like(block, dtype=np.bool_)], axis=1)[:, None, :]
-    visible = np.broadcast_to(real, (*block.shape, key.shape[-1]))
+    visible = np.repeat(real, block.shape[1], axis=1)
     if rule.causal:
-        visible = visible & (key <= query)
+        visible &= key <= query
     if rule.window is not None:
-        visible = visible & (np.abs(query - key) < rule.window)
+        visible &= np.abs(query - key) < rule.window
     return visible
-
-
-def _bias(visible: NDArray[np.bool_]) -> Tensor:
-    bias = np.where(visible, np.float32(0.0), np.float32("-inf"))
-    return torch.from_numpy(bias[:, None])

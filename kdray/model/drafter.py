@@ -103,6 +103,7 @@ class DFlashDrafter:
     ) -> DFlashDrafter:
         """The drafter of a folder for a target: one that holds its whole tables, or its folder.
 
+        A loaded target's dtype and device take the place of `dtype` and `device`.
         Raises CheckpointError where the folder is broken or made for another target, and
         UnsupportedModel where the drafter has parts kdray does not run.
         """
@@ -111,6 +112,7 @@ class DFlashDrafter:
         if isinstance(target, TargetModel):
             check_fits(config, target.config, folder)
             tables = TargetTables.shared(target)
+            dtype, device = tables.head.dtype, tables.head.device
         else:
             check_fits(config, ModelConfig.from_folder(target), folder)
             tables = TargetTables.read(target, dtype, device)
@@ -181,7 +183,7 @@ class DFlashDrafter:
                     device=self._device,
                 )
             view = seen[visibility]
-            contexts.append(LayerContext(kv=view.read(cache), bias=view.bias))
+            contexts.append(LayerContext(kv=view.read(cache), visible=view.visible))
         return contexts
 
 

@@ -212,8 +212,8 @@ def test_without_context_and_causal_it_is_qwen3(tmp_path: Path) -> None:
     config = DFlashConfig.from_folder(folder)
     network = DFlashNetwork(config, load_weights(folder, config, torch.float32, CPU))
     block, position = torch.randn(2, 5, 32), torch.arange(5).repeat(2, 1)
-    bias = torch.full((5, 5), float("-inf")).triu(1).expand(2, 1, 5, 5)
-    contexts = [LayerContext(kv=torch.zeros(2, 5, 2, 2, 16), bias=bias) for _ in range(2)]
+    visible = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    contexts = [LayerContext(kv=torch.zeros(2, 5, 2, 2, 16), visible=visible) for _ in range(2)]
     found = network.draft(block, position, contexts)
     torch.testing.assert_close(found, _qwen3(fields, block)[:, 1:], atol=1e-4, rtol=1e-4)
 
