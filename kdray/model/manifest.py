@@ -16,11 +16,15 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class Needed(NamedTuple):
-    """A tensor by name and shape; linears may be stored packed, and have no `.weight` here."""
+    """A tensor by name and shape; linears may be stored packed, and have no `.weight` here.
+
+    splits_inputs   the ranks divide this linear's inputs, not its outputs
+    """
 
     name: str
     shape: tuple[int, ...]
     is_linear: bool = False
+    splits_inputs: bool = False
 
 
 def needed_tensors(config: ModelConfig) -> Iterator[Needed]:
@@ -53,7 +57,9 @@ def _attention(config: ModelConfig, root: str) -> Iterator[Needed]:
     yield Needed(f"{root}.kv_a_layernorm.weight", (latent,))
     expanded = heads * (config.qk_nope_head_dim + config.v_head_dim)
     yield Needed(f"{root}.kv_b_proj", (expanded, latent), is_linear=True)
-    yield Needed(f"{root}.o_proj", (width, heads * config.v_head_dim), is_linear=True)
+    yield Needed(
+        f"{root}.o_proj", (width, heads * config.v_head_dim), is_linear=True, splits_inputs=True
+    )
 
 
 def _moe(config: ModelConfig, root: str) -> Iterator[Needed]:
@@ -68,7 +74,7 @@ def _moe(config: ModelConfig, root: str) -> Iterator[Needed]:
 def _mlp(root: str, width: int, inter: int) -> Iterator[Needed]:
     yield Needed(f"{root}.gate_proj", (inter, width), is_linear=True)
     yield Needed(f"{root}.up_proj", (inter, width), is_linear=True)
-    yield Needed(f"{root}.down_proj", (width, inter), is_linear=True)
+    yield Needed(f"{root}.down_proj", (width, inter), is_linear=True, splits_inputs=True)
 
 
 def check_shard(config: ModelConfig, shard: Shard) -> None:
@@ -84,25 +90,21 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
     uneven = [f"{name} {total}" for name, total in split.items() if total % shard.size]
     if uneven:
         raise ConfigError(f"tp {shard.size} must divide {', '.join(uneven)}; choose another tp")
-    inter = config.moe_intermediate_size
-    if config.quantization == "int4" and inter % (shard.size * INT4_GROUP):
-        raise ConfigError(
-            f"tp {shard.size} leaves {inter / shard.size:g} of moe_intermediate_size {inter} to a "
-            f"rank; INT4 weights need a multiple of {INT4_GROUP}: choose a smaller tp"
-        )
 
 
-def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Every needed tensor is there with its shape and dtype, and nothing else is."""
+def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig, shard: Shard) -> None:
+    """Every needed tensor is there with its shape and dtype, splits evenly, and nothing else is."""
     known: set[str] = set()
     for needed in needed_tensors(config):
-        known.update(_check_one(checkpoint, config, needed))
+        known.update(_check_one(checkpoint, config, shard, needed))
     for name in checkpoint.names:
         if name not in known and not _is_spare(name, config):
             raise _unknown(checkpoint, name)
 
 
-def _check_one(checkpoint: Checkpoint, config: ModelConfig, needed: Needed) -> tuple[str, ...]:
+def _check_one(
+    checkpoint: Checkpoint, config: ModelConfig, shard: Shard, needed: Needed
+) -> tuple[str, ...]:
     """Check one tensor and return the stored names it accounts for."""
     name = needed.name
     if not needed.is_linear:
@@ -112,11 +114,8 @@ def _check_one(checkpoint: Checkpoint, config: ModelConfig, needed: Needed) -> t
     if config.quantization != "int4" or packed not in checkpoint:
         checkpoint.require(f"{name}.weight", needed.shape)
         return (f"{name}.weight",)
+    _check_groups(needed, shard)
     outputs, inputs = needed.shape
-    if inputs % INT4_GROUP:
-        raise CheckpointError(
-            f"{name} has {inputs} inputs; packed INT4 needs a multiple of {INT4_GROUP}"
-        )
     checkpoint.require(packed, (outputs, inputs // PER_WORD), ("I32",))
     checkpoint.require(scale, (outputs, inputs // INT4_GROUP))
     if shape in checkpoint:
@@ -125,6 +124,20 @@ def _check_one(checkpoint: Checkpoint, config: ModelConfig, needed: Needed) -> t
         if found != [outputs, inputs]:
             raise CheckpointError(f"{shape} says {found} where {[outputs, inputs]} is wanted")
     return packed, scale, shape
+
+
+def _check_groups(needed: Needed, shard: Shard) -> None:
+    """A packed linear's inputs, and each rank's part of them, must be whole INT4 groups."""
+    name, inputs = needed.name, needed.shape[1]
+    if inputs % INT4_GROUP:
+        raise CheckpointError(
+            f"{name} has {inputs} inputs; packed INT4 needs a multiple of {INT4_GROUP}"
+        )
+    if needed.splits_inputs and inputs % (INT4_GROUP * shard.size):
+        raise ConfigError(
+            f"tp {shard.size} leaves {inputs // shard.size} of the {inputs} inputs of {name} to a "
+            f"rank; packed INT4 needs a multiple of {INT4_GROUP}: choose a smaller tp"
+        )
 
 
 def _is_spare(name: str, config: ModelConfig) -> bool:

@@ -77,7 +77,7 @@ class TargetModel:
         check_shard(config, shard)
         _check_taps(config, taps)
         checkpoint = Checkpoint.open(folder)
-        check_checkpoint(checkpoint, config)
+        check_checkpoint(checkpoint, config, shard)
         reader = WeightReader(
             checkpoint=checkpoint,
             config=config,
