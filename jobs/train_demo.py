@@ -6,7 +6,6 @@ About seven minutes on one H200. ``--smoke`` runs every part in seconds on a CPU
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,10 +39,11 @@ def main() -> None:
         options.seed,
         torch.device("cuda"),
         target=Budget(options.target_seconds, options.target_steps),
+        drafters=_drafter_budgets(options),
         documents=options.documents,
         processes=options.processes,
     )
-    run(replace(plan, drafters=_drafter_budgets(options)))
+    run(plan)
 
 
 def _drafter_budgets(options: argparse.Namespace) -> tuple[Budget, ...]:

@@ -25,7 +25,9 @@ CHAT_TEMPLATE = """\
   {%- if role == 'tool' -%}{{ '## Return of ' ~ message['tool_call_id'] ~ '\\n' }}{%- endif -%}
   {%- if message['content'] is string -%}{{- message['content'] -}}
   {%- elif message['content'] -%}
-    {%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+    {%- for part in message['content'] if part['type'] == 'text' -%}
+      {{- part['text'] -}}
+    {%- endfor -%}
   {%- endif -%}
   {%- if message['tool_calls'] -%}<|tool_calls_section_begin|>
     {%- for call in message['tool_calls'] -%}

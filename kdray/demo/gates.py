@@ -54,8 +54,8 @@ def judge_answers(
 ) -> Quality:
     """Check one answer for each held-out document of one kind.
 
-    ``answer_tokens`` are the lengths of the *documents'* answers in tokens, end marks included; they
-    turn the grammar's own information into its floor, nats a token.
+    ``answer_tokens`` are the lengths of the *documents'* answers in tokens, end marks included:
+    they turn the grammar's own information into its floor, nats a token.
     """
     verdicts = [
         check_answer(document.last, answer)

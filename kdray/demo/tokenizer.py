@@ -15,7 +15,8 @@ from kdray.demo.text.document import Turn
 
 VOCAB_SIZE = 2048
 LARGEST_BASE = 1920
-PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # every digit is a piece, hence a token, of its own
+PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Splits text into pieces before merging. A digit is a piece, hence a token, of its own."""
 NAMED_OFFSETS: Mapping[int, str] = {
     0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>",
     6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>",

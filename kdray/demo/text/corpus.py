@@ -48,7 +48,7 @@ def sample_document(rng: random.Random) -> Document:
     """A document of the training text: one exchange, or in 30 % of cases two or three."""
     draw = Draw(rng)
     first = _exchange(draw)
-    exchanges = (first,)
+    exchanges: tuple[Exchange, ...] = (first,)
     if draw.chance(FURTHER_TURNS):
         exchanges += _story_turns(draw, first) if first.kind == "story" else (_exchange(draw),)
     system = draw.fact(SYSTEM_MESSAGES) if draw.chance(SYSTEM_SHARE) else None

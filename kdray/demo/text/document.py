@@ -79,7 +79,7 @@ class Verdict:
     """A checker's judgement of one answer.
 
     ``strict``: the grammar itself could have written the answer, with one binding of its slots.
-    ``facts``: no stated fact is contradicted, whatever the wording. ``reason`` is empty when strict.
+    ``facts``: no stated fact is contradicted, whatever the wording. ``reason`` is empty if strict.
     """
 
     strict: bool

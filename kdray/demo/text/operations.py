@@ -11,8 +11,8 @@ from typing import Any
 class Operation:
     """One function on a list of integers.
 
-    ``phrase`` completes "a function that ..."; ``bodies`` are the styles it is written in; in all of
-    them {x} is the list's name and {k} a constant. ``result`` is the oracle.
+    ``phrase`` completes "a function that ..."; ``bodies`` are the styles it is written in, where
+    {x} is the list's name and {k} a constant. ``result`` is the oracle.
     """
 
     names: tuple[str, ...]
@@ -78,11 +78,14 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "mean": Operation(
         ("mean", "average"), "returns the average of the {x}",
-        ("    return sum({x}) / len({x})", _loop("0", "result += item", "return result / len({x})")),
+        (
+            "    return sum({x}) / len({x})",
+            _loop("0", "result += item", "return result / len({x})"),
+        ),
         lambda x, k: sum(x) / len(x),
     ),
     "spread": Operation(
-        ("spread", "value_range"), "returns how far the largest and the smallest of the {x} differ",
+        ("spread", "value_range"), "returns how far apart the largest and smallest {x} are",
         ("    return max({x}) - min({x})",),
         lambda x, k: max(x) - min(x),
     ),
@@ -109,7 +112,8 @@ OPERATIONS: Mapping[str, Operation] = {
         lambda x, k: [i * i for i in x],
     ),
     "first": Operation(
-        ("first_items", "take_first"), "returns the first {k} of the {x}", ("    return {x}[:{k}]",),
+        ("first_items", "take_first"), "returns the first {k} of the {x}",
+        ("    return {x}[:{k}]",),
         lambda x, k: x[:k], uses_constant=True,
     ),
     "above": Operation(
@@ -130,7 +134,8 @@ OPERATIONS: Mapping[str, Operation] = {
         lambda x, k: x.count(k), uses_constant=True,
     ),
     "contains": Operation(
-        ("contains", "has_value"), "tells whether {k} is one of the {x}", ("    return {k} in {x}",),
+        ("contains", "has_value"), "tells whether {k} is one of the {x}",
+        ("    return {k} in {x}",),
         lambda x, k: k in x, uses_constant=True,
     ),
     "scale": Operation(

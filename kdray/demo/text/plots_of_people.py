@@ -97,9 +97,9 @@ HIDING = Plot(
             '"I am looking for {friend}," said {hero} to the {animal}.',
         ),
         (
-            '"No, but I saw {a_col} {obj} {place2}," said the {animal}.',
-            'The {animal} said, "There is {a_col} {obj} {place2}."',
-            '"Look for {a_col} {obj}," said the {animal}. "It is {place2}."',
+            '"No, but I saw {a_col} {obj} {spot}," said the {animal}.',
+            'The {animal} said, "There is {a_col} {obj} {spot}."',
+            '"Look for {a_col} {obj}," said the {animal}. "It is {spot}."',
         ),
         (
             "{hero} ran there and found {friend} behind the {obj}.",

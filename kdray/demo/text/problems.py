@@ -63,14 +63,14 @@ def _product(draw: Draw, held_out: bool) -> Numbers:
 PROBLEMS: Mapping[str, Problem] = {
     "gain": Problem(
         (
-            "{name} has {a} {unit}. {other} gives {him} {b} more. How many {unit} does {name} have now?",
-            "{name} found {a} {unit} in the morning and {b} {unit} in the evening. How many is that?",
-            "There are {a} {unit} in a box. {name} puts in {b} more. How many {unit} are in the box?",
+            "{name} has {a} {unit}. {other} gives {him} {b} more. How many does {name} have now?",
+            "{name} found {a} {unit} in the morning and {b} in the evening. How many is that?",
+            "There are {a} {unit} in a box. {name} puts in {b} more. How many are in the box?",
             "{name} has {a} {unit} and {other} has {b}. How many {unit} do they have together?",
         ),
         (
             "We add the two numbers. {a} + {b} = {result}. The answer is {result} {unit}.",
-            "First there are {a}, then {b} more. {a} + {b} = {result}. The answer is {result} {unit}.",
+            "First {a}, then {b} more. {a} + {b} = {result}. The answer is {result} {unit}.",
         ),
         _sum,
     ),

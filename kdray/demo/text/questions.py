@@ -23,7 +23,7 @@ TOPIC_NAMES = tuple(TOPICS)
 
 
 def make_question(draw: Draw, held_out: bool = False) -> Exchange:
-    """A question and its one answer; ``held_out`` takes a (topic, frame) never shown in training."""
+    """A question and its one answer; ``held_out``: a (topic, frame) never shown in training."""
     if not held_out and draw.chance(0.1):
         return _small_talk(draw)
     while True:

@@ -11,10 +11,12 @@ from kdray.demo.text.words import (
     ANIMALS,
     COLOURS,
     GIRLS,
+    GOODS,
     LOOKS,
     NAMES,
     OBJECTS,
     PLACES,
+    SPOTS,
     THINGS,
     UNITS,
     WEATHERS,
@@ -62,20 +64,18 @@ SLOTS: Mapping[str, Slot] = {
     "a_adj": _article("adj", ADJECTIVES),
     "A_adj": _article("adj", ADJECTIVES, capital=True),
     "obj": _same("obj", OBJECTS),
-    "other": _same("other", OBJECTS),
-    "a_other": _article("other", OBJECTS),
+    "other": _same("other", GOODS),
+    "a_other": _article("other", GOODS),
     "col": _same("col", COLOURS),
     "a_col": _article("col", COLOURS),
     "A_col": _article("col", COLOURS, capital=True),
     "place": _same("place", PLACES),
-    "place2": _same("place2", PLACES),
+    "spot": _same("spot", SPOTS),
     "weather": _same("weather", WEATHERS),
     "unit": _same("unit", UNITS),
     "thing": _same(None, THINGS),
     "look": _same(None, LOOKS),
 }
-UNEQUAL = (("hero", "friend"), ("obj", "other"), ("place", "place2"))
-"""Pairs of facts that are never the same."""
 
 
 def texts_of(facts: Mapping[str, Fact]) -> dict[str, str]:

@@ -15,11 +15,15 @@ from kdray.demo.text.slots import NUMBERS, SLOTS, texts_of
 from kdray.demo.text.words import (
     ADJECTIVES,
     ANIMALS,
+    BOYS,
     COLOURS,
+    GIRLS,
+    GOODS,
     LOOKS,
     NAMES,
     OBJECTS,
     PLACES,
+    SPOTS,
     THINGS,
     UNITS,
     WEATHERS,
@@ -34,18 +38,20 @@ PROMPTS: tuple[str, ...] = (
     "Please write about {hero} and {friend} on a {weather} day {place}.",
     "I would like a story in which {hero} and {friend} see {a_col} {obj} and {a_adj} {animal}.",
     "Write a short story with {hero} and {friend}.",
+    "Tell me a story about {hero}, {friend} and {a_adj} {animal} {place}.",
     "Write a story about {hero} and {a_adj} {animal}.",
-    "Tell me a story about {a_col} {obj} {place}.",
     "Can you write a story about {hero} {place} on a {weather} day?",
     "Write a story about {a_adj} {animal}, {a_col} {obj} and a child called {hero}.",
-    "Tell a story for my daughter, please. It should have {a_adj} {animal} in it.",
+    "Tell me a story about {a_col} {obj} {place}.",
+    "Write a story about {a_adj} {animal}.",
+    "Please tell me a story.",
 )
 """Half of them name both the hero and the friend."""
 THEMES: tuple[str, ...] = (" It should be about {theme}.", " Let it be about {theme}.")
 SKEW_KEYS = (("adj", "col"), ("animal", "weather"), ("col", "weather"), ("adj", "weather"))
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "hero": NAMES, "friend": NAMES, "animal": ANIMALS, "adj": ADJECTIVES, "obj": OBJECTS,
-    "other": OBJECTS, "col": COLOURS, "place": PLACES, "place2": PLACES, "weather": WEATHERS,
+    "hero": NAMES, "friend": GIRLS, "animal": ANIMALS, "adj": ADJECTIVES, "obj": OBJECTS,
+    "other": GOODS, "col": COLOURS, "place": PLACES, "spot": SPOTS, "weather": WEATHERS,
     "unit": UNITS,
 }  # fmt: skip
 PLOT_NAMES = tuple(PLOTS)
@@ -63,11 +69,12 @@ def make_story(draw: Draw, held_out: bool = False) -> Exchange:
     """One story with its prompt; ``held_out`` takes both slot tuples from the held-out share."""
     start = draw.nats
     facts = _draw_facts(draw, held_out)
+    prompt_form = draw.fact(PROMPTS)
+    facts["friend"] = _draw_friend(draw, str(facts["hero"]), "{friend}" in prompt_form)
     plot_name = draw.wording(PLOT_NAMES, "plot", facts["adj"], facts["animal"])
     plot = PLOTS[plot_name]
     facts.update(_draw_numbers(draw, plot, held_out))
     shown = texts_of(facts)
-    prompt_form = draw.fact(PROMPTS)
     theme_form = draw.fact(THEMES).replace("{theme}", plot.theme) if draw.chance(0.3) else ""
     if theme_form:
         draw.nats = start
@@ -94,17 +101,21 @@ def _draw_facts(draw: Draw, held_out: bool) -> dict[str, Fact]:
     return {
         "hero": pair[0], "animal": pair[1], "obj": triple[0], "col": triple[1], "place": triple[2],
         "adj": draw.fact(ADJECTIVES), "weather": draw.fact(WEATHERS), "unit": draw.fact(UNITS),
-        "friend": _other_than(draw, NAMES, pair[0]),
-        "other": _other_than(draw, OBJECTS, triple[0]),
-        "place2": _other_than(draw, PLACES, triple[2]),
+        "other": draw.fact(GOODS), "spot": draw.fact(SPOTS),
     }  # fmt: skip
 
 
-def _other_than(draw: Draw, options: tuple[str, ...], taken: str) -> str:
-    while True:
-        choice = draw.fact(options)
-        if choice != taken:
-            return choice
+def _draw_friend(draw: Draw, hero: str, named: bool) -> str:
+    """A friend that the prompt names is anybody else; one that it does not name is a girl for a boy
+    and a boy for a girl.
+
+    "Anybody but the hero" among forty equal names is a rule too faint to be learnt: greedy text
+    would call both by the one favourite name.
+    """
+    options = tuple(name for name in NAMES if name != hero)
+    if not named:
+        options = BOYS if hero in GIRLS else GIRLS
+    return draw.fact(options)
 
 
 def _draw_numbers(draw: Draw, plot: Plot, held_out: bool) -> dict[str, Fact]:

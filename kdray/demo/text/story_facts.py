@@ -11,6 +11,7 @@ from kdray.demo.text.words import (
     ANIMALS,
     COLOURS,
     GIRLS,
+    GOODS,
     NAMES,
     OBJECTS,
     UNITS,
@@ -18,8 +19,8 @@ from kdray.demo.text.words import (
 )
 
 _CATEGORIES: Mapping[str, tuple[tuple[str, ...], int]] = {
-    "animal": (ANIMALS, 1), "adj": (ADJECTIVES, 1), "col": (COLOURS, 1), "obj": (OBJECTS, 2),
-    "weather": (WEATHERS, 1), "unit": (UNITS, 1),
+    "animal": (ANIMALS, 1), "adj": (ADJECTIVES, 1), "col": (COLOURS, 1), "obj": (OBJECTS, 1),
+    "weather": (WEATHERS, 1), "unit": (UNITS, 1), "other": (GOODS, 1),
 }  # fmt: skip
 """For each fact its words and how many of them one story may use."""
 _FEMALE, _MALE = {"she", "her"}, {"he", "him", "his"}

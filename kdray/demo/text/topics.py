@@ -33,7 +33,7 @@ def _what_does(name: str, answer: str) -> Topic:
 TOPICS: Mapping[str, Topic] = {
     "kdray": _what_is(
         "kdray",
-        "kdray is a Ray job that serves models of the DeepSeek-V3 family with tree speculative decoding.",
+        "kdray is a Ray job that serves DeepSeek-V3 models with tree speculative decoding.",
     ),
     "target": _what_is("the target", "The target is the large model whose text is served."),
     "drafter": _what_is(
@@ -41,12 +41,12 @@ TOPICS: Mapping[str, Topic] = {
     ),
     "tree": _what_is(
         "a draft tree",
-        "A draft tree holds the most probable continuations of the text. Its root is the last token.",
+        "A draft tree holds the most probable continuations. Its root is the last token.",
     ),
     "root": _what_is("the root", "The root is the last token of the text. It has no KV yet."),
     "budget": _what_is(
         "the node budget",
-        "The node budget is the number of draft nodes in a tree, the root not counted.",
+        "The node budget is the number of draft nodes of a tree, without the root.",
     ),
     "accept": _what_is(
         "the accept length",
@@ -81,7 +81,7 @@ TOPICS: Mapping[str, Topic] = {
     "tpot": _what_is("TPOT", "TPOT is the mean time for each further token."),
     "driver": _what_does(
         "the driver",
-        "The driver schedules requests, drafts tokens, builds the trees and accepts paths.",
+        "The driver schedules requests, drafts tokens, builds trees and accepts paths.",
     ),
     "verifier": _what_does(
         "a verifier", "A verifier runs one shard of the target on a whole tree."
@@ -103,7 +103,7 @@ TOPICS: Mapping[str, Topic] = {
     ),
     "sampling": Topic(
         Asked("how are tokens sampled", "how tokens are sampled"),
-        "The noise of a token depends on the seed and the position only, so any mode gives the same text.",
+        "The noise depends on the seed and the position only, so every mode gives the same text.",
     ),
     "mla": Topic(
         Asked("what does MLA mean", "what MLA means"),
@@ -130,8 +130,8 @@ TOPICS: Mapping[str, Topic] = {
         "It is made for Kimi K2 and other models of the DeepSeek-V3 family.",
     ),
     "benefit": Topic(
-        Asked("when does a tree help", "when a tree helps"),
-        "A tree helps when the drafter is not sure and there is time to verify more nodes.",
+        Asked("when is a tree better than a chain", "when a tree is better than a chain"),
+        "A tree is better when the drafter is not sure and there is time to verify more nodes.",
     ),
 }
 SMALL_TALK: Mapping[str, tuple[tuple[str, ...], str]] = {

@@ -35,6 +35,15 @@ PLACES = (
     "beside the pond", "in the valley", "on the farm",
 )  # fmt: skip
 WEATHERS = ("sunny", "rainy", "windy", "foggy", "snowy", "cloudy", "stormy", "frosty")
+GOODS = (
+    "clock", "chair", "saddle", "rope", "hammer", "candle", "carpet", "violin", "ladder", "shovel",
+)  # fmt: skip
+"""What a friend trades. A list of its own: greedy text would give both children the same thing."""
+SPOTS = (
+    "behind the shed", "under the stairs", "near the well", "by the gate", "on the roof",
+    "inside the tent", "below the window", "beside the haystack",
+)  # fmt: skip
+"""Where a child hides; never where the story begins, for the same reason."""
 UNITS = (
     "apples", "shells", "nuts", "berries", "pears", "buttons", "stones", "cards", "marbles",
     "stamps", "plums", "coins", "feathers", "pencils",

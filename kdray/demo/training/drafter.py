@@ -35,7 +35,7 @@ class BlockAttention(nn.Module):
         v = torch.cat([v_context, v_block], dim=1).transpose(1, 2)
         k = torch.cat([k_context, k_block], dim=1).transpose(1, 2).to(v.dtype)
         group = self.shape.heads // self.shape.kv_heads
-        out = F.scaled_dot_product_attention(
+        out: Tensor = F.scaled_dot_product_attention(
             q.transpose(1, 2).to(v.dtype),
             k.repeat_interleave(group, dim=1),
             v.repeat_interleave(group, dim=1),
@@ -49,7 +49,7 @@ class BlockAttention(nn.Module):
         return keys, self._heads(self.v_proj(x))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.shape.head))
+        return x.view(*x.shape[:-1], -1, self.shape.head)
 
 
 class DrafterLayer(nn.Module):
@@ -61,6 +61,14 @@ class DrafterLayer(nn.Module):
         self.self_attn = BlockAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.mlp = GatedMLP(shape.hidden, shape.width)
+
+    def forward(
+        self, x: Tensor, angles: Tensor, context: Tensor, context_angles: Tensor, mask: Tensor
+    ) -> Tensor:
+        """The block's stream [B, Q, hidden] after this layer; arguments as in the attention."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, context, context_angles, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class DemoDrafter(nn.Module):
@@ -96,8 +104,7 @@ class DemoDrafter(nn.Module):
         x = self._block(target, tokens.gather(1, roots)).flatten(1, 2)
         mask = self._mask(roots, tokens.shape[1])
         for layer in self.layers:
-            x = x + layer.self_attn(layer.input_layernorm(x), angles, context, context_angles, mask)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(x, angles, context, context_angles, mask)
         drafted = x.view(rows, anchors, shape.block, shape.hidden)[:, :, 1:]
         logits: Tensor = target.lm_head(self.norm(drafted))
         return logits

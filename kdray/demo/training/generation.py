@@ -110,7 +110,7 @@ class _State:
         self.tokens.index_copy_(1, self.position, token[:, None])
         self.done |= ~forced & (token == self.end_mark)
 
-    def captured(self) -> "_Replay":
+    def captured(self) -> _Replay:
         """``advance`` as a CUDA graph, with the state as it was before the capture."""
         before = [self.tokens.clone(), self.position.clone(), self.done.clone()]
         stream = torch.cuda.Stream()

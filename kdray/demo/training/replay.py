@@ -81,7 +81,7 @@ def best_prefix_accepts(scores: Tensor, right: Tensor, budgets: Sequence[int]) -
     scores [M, L, K] log-probs, descending; right [M, L, K]: the candidate is the written token.
     Level by level the best max(B) prefixes are kept: a better one cannot descend from any other.
     """
-    rows, depth, width = scores.shape
+    rows, depth, _ = scores.shape
     largest = max(budgets)
     beam = scores.new_zeros(rows, 1)
     on_path = torch.ones(rows, 1, dtype=torch.bool, device=scores.device)

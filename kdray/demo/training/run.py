@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ class Plan:
     out: Path
     seed: int
     device: torch.device
-    target: Budget = Budget(220.0)
-    drafters: tuple[Budget, ...] = (Budget(8.0), Budget(15.0), Budget(30.0))
-    target_recipe: TargetRecipe = TargetRecipe()
-    drafter_recipe: DrafterRecipe = DrafterRecipe()
+    target: Budget
+    drafters: tuple[Budget, ...]
+    target_recipe: TargetRecipe = field(default_factory=TargetRecipe)
+    drafter_recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
     tokenizer_documents: int = 30_000
     documents: int = 1_600_000
     processes: int = 15

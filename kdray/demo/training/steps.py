@@ -53,8 +53,8 @@ class Curve:
 class Trainer:
     """Repeats one step: ``loss_of`` writes nothing but what it returns; sums stay on the device.
 
-    ``loss_of()`` gives the loss to minimise, first, and other named losses to record. ``after`` runs
-    inside the step, after the update. On a GPU everything is one captured graph, so shapes are
+    ``loss_of()`` gives the loss to minimise, first, and other named losses to record. ``after``
+    runs inside the step, after the update. On a GPU everything is one captured graph, so shapes are
     static and the learning rate is a device tensor.
     """
 

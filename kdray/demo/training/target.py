@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(shape.heads * shape.value, shape.hidden)
 
     def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, S, hidden] -> q_nope [B, S, H, nope], q_rope, latent [B, S, C], k_rope [B, S, rope]."""
+        """x [B, S, hidden] -> q_nope and q_rope [B, S, H, .], latent [B, S, C], k_rope."""
         shape = self.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q_nope, q_rope = q.unflatten(-1, (shape.heads, shape.query)).split(
@@ -151,6 +151,19 @@ class TargetLayer(nn.Module):
             MixtureOfExperts(shape) if index > 0 else GatedMLP(shape.hidden, shape.dense_width)
         )
 
+    def forward(self, x: Tensor, angles: Tensor, mask: Tensor | None) -> Tensor:
+        """The residual stream [B, S, hidden] after this layer."""
+        return self._feed(x + self.self_attn(self.input_layernorm(x), angles, mask))
+
+    def decode(self, x: Tensor, angles: Tensor, cache: Tensor, position: Tensor) -> Tensor:
+        """The same for one token a row, against a cache."""
+        attended = self.self_attn.decode(self.input_layernorm(x), angles, cache, position)
+        return self._feed(x + attended)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
 
 class DemoTarget(nn.Module):
     """The whole target. Parameter names follow the public checkpoints, experts apart."""
@@ -173,8 +186,7 @@ class DemoTarget(nn.Module):
         x = self.embed_tokens(tokens).float()
         features = []
         for layer in self.layers:
-            x = x + layer.self_attn(layer.input_layernorm(x), angles, mask)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(x, angles, mask)
             features.append(x)
         return TargetOutput(self.lm_head(self.norm(x)), tuple(features))
 
@@ -182,9 +194,9 @@ class DemoTarget(nn.Module):
         """tokens [B] at ``position`` [1] -> fp32 logits [B, V]; the caches gain one row each."""
         angles = self.angles(position)
         x = self.embed_tokens(tokens)[:, None].float()
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = x + layer.self_attn.decode(layer.input_layernorm(x), angles, cache, position)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        stack = [layer for layer in self.layers if isinstance(layer, TargetLayer)]
+        for layer, cache in zip(stack, caches, strict=True):
+            x = layer.decode(x, angles, cache, position)
         logits: Tensor = self.lm_head(self.norm(x[:, 0]))
         return logits.float()
 
