@@ -142,7 +142,11 @@ def unhealthy(host: str, port: int) -> str | None:
             body = response.read().decode(errors="replace")
     except OSError as error:
         return f"no answer from the endpoint: {error}"
-    return None if response.status == 200 else body
+    if response.status == 200:
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body
 
 
 def how_to_call(host: str, port: int, name: str) -> str:

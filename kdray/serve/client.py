@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, Self, TypeVar
 
@@ -13,6 +14,7 @@ from kdray.core.request import SamplingParams
 from kdray.errors import EngineClosed, KdrayError
 from kdray.serve.engine import EngineInfo, EngineStats, RequestDelta
 
+log = logging.getLogger("kdray.serve")
 Result = TypeVar("Result")
 # One entry a request: id, tokens, accept length, finish reason.
 StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
@@ -89,7 +91,8 @@ class DriverClient:
             cause = "the client was closed"
             raise
         except Exception as error:
-            cause = f"the driver is gone: {_unwrapped(error)}"
+            log.error("the driver's output stream failed", exc_info=error)
+            cause = f"the engine failed: {_unwrapped(error)}"
         finally:
             self._fail(cause)
 
@@ -125,5 +128,6 @@ def _unwrapped(error: Exception) -> Exception:
     if isinstance(error, RayTaskError) and isinstance(error.cause, KdrayError):
         return error.cause
     if isinstance(error, RayActorError):
-        return EngineClosed(f"the driver actor is gone: {error}")
+        # Ray's own text tells clients of processes and addresses: it is for the log.
+        return EngineClosed("the driver actor died; the endpoint's log says more")
     return error

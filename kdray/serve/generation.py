@@ -150,8 +150,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         self._observer.started(self.choices)
         try:
-            for choice in self.choices:
-                await self._submit(choice)
+            await self._submit_all()
         except BaseException as error:
             await self._close(_outcome(error))
             raise
@@ -174,6 +173,13 @@ class Generation:
             self._observer.stepped(step)
             unfinished -= step.finish_reason is not None
             yield step
+
+    async def _submit_all(self) -> None:
+        """In order, but without waiting for one answer before the next call."""
+        calls = map(self._submit, self.choices)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def _submit(self, choice: Choice) -> None:
         name = self._name(choice)

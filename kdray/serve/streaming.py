@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -18,6 +19,7 @@ Result = TypeVar("Result")
 Chunk = Mapping[str, Any]
 log = logging.getLogger("kdray.serve")
 
+KEEP_ALIVE_S = 15.0  # proxies drop connections that stay silent; a queue or a long prompt may
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -51,7 +53,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A generation's chunks as server-sent events, ended by `[DONE]`.
+    """A generation's chunks as server-sent events, ended by `[DONE]`; comments keep it alive.
 
     The generation starts before the status is sent, so a request that is refused still gets its
     own status; what fails later becomes an `error` event, the last one.
@@ -72,6 +74,7 @@ class EventStream(Response):
     async def _run(self, send: Send) -> None:
         async with self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            comments = asyncio.create_task(_comment(send))
             try:
                 async for chunk in self._chunks(self._generation):
                     await _send_part(send, _event(chunk))
@@ -81,7 +84,17 @@ class EventStream(Response):
             except Exception as error:
                 log.exception("a stream failed after its first byte")
                 await _send_part(send, _event(failure_of(error).body()))
+            finally:
+                comments.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _comment(send: Send) -> None:
+    """Lines that clients skip, for as long as the stream lasts."""
+    with suppress(OSError):
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            await _send_part(send, b": waiting\n\n")
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 from kdray.serve.engine import RequestDelta
+from kdray.serve.middleware import AnswerErrors
 from tests.serve.conftest import BuildApp
 from tests.serve.fakes import MAX_MODEL_LEN, FakeEngine, running, steps
 from tests.serve.http import call, chat, complete
@@ -150,6 +152,21 @@ def test_an_output_that_ends_too_early(app_of: BuildApp) -> None:
 
     engine.outputs = outputs  # type: ignore[method-assign]
     assert error_of(complete(app_of(engine)), 500)["code"] == "generation_failed"
+
+
+def test_an_answer_that_has_begun_is_not_answered_again() -> None:
+    sent: list[Any] = []
+
+    async def application(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("too late")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with pytest.raises(RuntimeError, match="too late"):
+        asyncio.run(AnswerErrors(application)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert [message["type"] for message in sent] == ["http.response.start"]
 
 
 def error_schema(operation: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from kdray.serve import streaming
 from kdray.serve.engine import RequestDelta
 from tests.serve.conftest import BuildApp
 from tests.serve.fakes import FakeEngine, running, steps
@@ -109,3 +114,18 @@ def test_an_error_after_the_first_byte_is_the_last_event(app_of: BuildApp) -> No
     last = response.text.strip().split("\n\n")[-1]
     assert last.startswith('data: {"error":') and "rank 3 died" in last
     assert engine.aborted == [engine.submitted[1][0]]  # the other choice must not run on
+
+
+def test_a_silent_stream_is_kept_alive(app_of: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    engine = FakeEngine()
+
+    async def outputs(_: str) -> AsyncIterator[RequestDelta]:
+        await asyncio.sleep(0.1)
+        yield steps("a")[0]
+
+    engine.outputs = outputs  # type: ignore[method-assign]
+    blocks = complete(app_of(engine), stream=True).text.split("\n\n")
+    assert blocks[0] == ": waiting"
+    told = [block for block in blocks if block.startswith("data: ")]
+    assert len(told) == 3 and told[-1] == "data: [DONE]"
