@@ -1,0 +1,163 @@
+"""commit_kv.cu: accepted rows to their place, in all caches by one launch.
+
+commit_kv is the contract of Ops, over lists of slots. commit_paths and advance_requests do the same
+work from what the device knows, for rounds captured as graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths
+from kdray.kernels.checks import check
+from kdray.kernels.loader import KernelLoader
+
+# As in commit_kv.cu.
+ROWS_PER_THREAD = 8  # commit_kv
+PATH_ROWS_PER_THREAD = 4  # commit_paths
+MAX_THREADS = 512
+MAX_MOVES = 64
+
+MAX_ROWS = ROWS_PER_THREAD * MAX_THREADS
+WIDE, NARROW = 16, 4  # bytes a thread copies at a time
+COLUMNS_OF_A_LIST = 64  # columns a block takes at most: commit_kv
+COLUMNS_OF_A_PATH = 128  # commit_paths
+REQUESTS_PER_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheTable:
+    """The caches [S, ..] of one device as kernels find them. Make it once, before any capture.
+
+    entries   [G, 3] int64 on the device: address, bytes a row, rows
+    columns   of the widest row: vectors of 16 bytes, or of 4 where 16 do not fit
+    """
+
+    caches: tuple[Tensor, ...]
+    entries: Tensor
+    columns: int
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor]) -> CacheTable:
+        """Raises ValueError where a cache cannot be moved by the kernels (see `movable`)."""
+        for i, cache in enumerate(caches):
+            if not movable(cache):
+                raise ValueError(
+                    f"cache {i} ({list(cache.shape)}, {cache.dtype}) must be contiguous, with rows "
+                    f"of a multiple of {NARROW} bytes"
+                )
+        entries = [(c.data_ptr(), row_bytes(c), len(c)) for c in caches]
+        return cls(
+            caches=tuple(caches),
+            entries=torch.tensor(entries, dtype=torch.int64, device=caches[0].device),
+            columns=max(_columns(address, size) for address, size, _ in entries),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotState:
+    """Where every running request stands, kept on the device from step to step; S slots.
+
+    root            [S] int32: the token without KV, root of the next tree
+    root_position   [S] int32: its cache position, which is the number of tokens with KV
+    page_table      [S, P] int32
+    """
+
+    root: Tensor
+    root_position: Tensor
+    page_table: Tensor
+    page_size: int
+
+
+def movable(cache: Tensor) -> bool:
+    """Whether the kernels can move rows of this cache."""
+    size = row_bytes(cache)
+    return cache.is_contiguous() and size > 0 and size % NARROW == 0 and len(cache) < 2**31
+
+
+def row_bytes(cache: Tensor) -> int:
+    return cache[:1].numel() * cache.element_size()
+
+
+@check(table={"entries": "G 3 int64"}, source="M int64", target="M int64")
+def commit_kv(loader: KernelLoader, table: CacheTable, source: Tensor, target: Tensor) -> None:
+    """Copy rows source [M] -> target [M] in every cache; all are read before any is written.
+
+    Targets are distinct. Rows no cache has are left out. Raises ValueError where M > 4096.
+    """
+    moves = len(source)
+    if moves > MAX_ROWS:
+        raise ValueError(f"commit_kv moves at most {MAX_ROWS} rows at once, not {moves}")
+    if moves == 0:
+        return
+    deep = -(-moves // ROWS_PER_THREAD)
+    # A block holds all rows, so many rows leave it few columns; a power of two keeps lines whole.
+    wide = 1 << (min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_LIST).bit_length() - 1)
+    grid = (-(-table.columns // wide), 1, len(table.caches))
+    kernel = loader.get("commit_kv", "commit_kv")
+    kernel.launch(grid, (wide, deep), (table.entries, source, target, moves))
+
+
+@check(
+    table={"entries": "G 3 int64"},
+    paths={"node": "R D int32", "length": "R int32"},
+    state={"root_position": "S int32", "page_table": "S P int32"},
+    slot="? R int32",
+)
+def commit_paths(
+    loader: KernelLoader,
+    table: CacheTable,
+    paths: AcceptedPaths,
+    state: SlotState,
+    slot: Tensor | None = None,
+) -> None:
+    """Make the KV of every accepted node contiguous behind its root, in all caches.
+
+    slot   [R]: the slot of each row of the batch, outside 0 .. S - 1 for padding; None: r itself.
+
+    Rows laid out otherwise move too, if a page table says where they are: features [R * N, F] are a
+    cache whose page r holds the N rows of request r, with roots at position 0.
+    """
+    requests, width = paths.node.shape
+    if width - 1 > MAX_MOVES:
+        raise ValueError(f"commit_paths takes paths of at most {MAX_MOVES} drafts, not {width - 1}")
+    if requests == 0 or width == 1:
+        return
+    slots, pages = state.page_table.shape
+    deep = -(-(width - 1) // PATH_ROWS_PER_THREAD)
+    # At least a thread a path node; beyond the widest row threads would idle.
+    wide = max(PATH_ROWS_PER_THREAD, min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_PATH))
+    grid = (-(-table.columns // wide), requests, len(table.caches))
+    where = (paths.node, paths.length, state.root_position, state.page_table, slot)
+    kernel = loader.get("commit_kv", "commit_paths")
+    kernel.launch(grid, (wide, deep), (table.entries, *where, width, slots, pages, state.page_size))
+
+
+@check(
+    paths={"length": "R int32", "bonus": "R int32"},
+    state={"root": "S int32", "root_position": "S int32"},
+    slot="? R int32",
+)
+def advance_requests(
+    loader: KernelLoader, paths: AcceptedPaths, state: SlotState, slot: Tensor | None = None
+) -> None:
+    """The next step's roots: the bonus token, as far behind the old root as the path is long.
+
+    slot   as in commit_paths, which must come before.
+    """
+    requests = len(paths.length)
+    if requests == 0:
+        return
+    grid = -(-requests // REQUESTS_PER_BLOCK)
+    args = (state.root_position, state.root, paths.length, paths.bonus, slot)
+    kernel = loader.get("commit_kv", "advance_requests")
+    kernel.launch(grid, REQUESTS_PER_BLOCK, (*args, requests, len(state.root)))
+
+
+def _columns(address: int, size: int) -> int:
+    """Vectors in a row of `size` bytes, as the kernel will choose them."""
+    return size // (WIDE if (address | size) % WIDE == 0 else NARROW)
