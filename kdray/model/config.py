@@ -309,8 +309,11 @@ def _eos_token_ids(folder: Path, top: _Fields, text: _Fields) -> frozenset[int]:
 def _check_together(config: ModelConfig, path: Path) -> None:
     """Facts that only make sense side by side."""
     experts, groups = config.n_routed_experts, config.n_group
+    # Rope turns pairs of numbers in place; they must not straddle two of these parts.
+    paired = ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank")
+    odd = [name for name in paired if (getattr(config, name) or 0) % 2]
     problems = (
-        (config.qk_rope_head_dim % 2 != 0, "qk_rope_head_dim must be even"),
+        (bool(odd), f"{', '.join(odd)} must be even"),
         (experts % groups != 0, f"n_group {groups} must divide n_routed_experts {experts}"),
         (config.topk_group > groups, f"topk_group {config.topk_group} exceeds n_group {groups}"),
         (

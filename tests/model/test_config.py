@@ -127,6 +127,7 @@ def test_other_architectures_are_unsupported(
         ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list"),
         ({"eos_token_id": 96}, "outside the vocabulary of 96"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
+        ({"q_lora_rank": 25, "kv_lora_rank": 31}, "kv_lora_rank, q_lora_rank must be even"),
         ({"n_group": 3}, "n_group 3 must divide n_routed_experts 8"),
         ({"topk_group": 2}, "topk_group 2 exceeds n_group 1"),
         ({"n_group": 4}, "num_experts_per_tok 3 exceeds the experts of topk_group 1"),

@@ -56,6 +56,14 @@ def test_quantize_rounds_to_the_nearest_step_and_survives_zero_groups() -> None:
     assert dequantize(packed)[1, 32:].abs().max() == 0
 
 
+def test_the_largest_weight_of_a_group_is_seven_and_a_half_steps() -> None:
+    weight = torch.zeros(1, 32)
+    weight[0, :6] = torch.tensor([-7.5, 7.5, -7.4, 2.5, 1.5, -0.4])
+    packed = quantize(weight)
+    assert packed.scale.tolist() == [[1.0]]
+    assert unpack(packed.packed)[0, :6].tolist() == [-8, 7, -7, 2, 2, 0]
+
+
 def stored(folder: Path) -> torch.Tensor:
     packed = quantize(torch.randn(6, 128, generator=torch.Generator().manual_seed(3)))
     save_file(

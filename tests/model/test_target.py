@@ -169,6 +169,10 @@ def test_kimi_names_shards_and_plain_names_give_the_same_bits(
 
 
 def test_the_norms_of_the_latents_take_their_own_epsilon(folders: dict[str, Path]) -> None:
+    target = TargetModel.load(folders["kimi"], ops=load_ops("cpu"))
+    layer = target.layers[0]
+    assert layer.attention.latent_norm.eps.item() == pytest.approx(1e-6)
+    assert layer.attention_norm.eps.item() == pytest.approx(1e-5)
     target = TargetModel.load(folders["kimi"], ops=load_ops("cpu"), norm_eps_qkv=0.5)
     assert target.layers[0].attention.latent_norm.eps.item() == 0.5
     runner = PagedRunner(target)
