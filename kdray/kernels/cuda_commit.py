@@ -44,6 +44,8 @@ class CacheTable:
     @classmethod
     def of(cls, caches: Sequence[Tensor]) -> CacheTable:
         """Raises ValueError where a cache cannot be moved by the kernels (see `movable`)."""
+        if not caches:
+            raise ValueError("a table needs at least one cache")
         for i, cache in enumerate(caches):
             if not movable(cache):
                 raise ValueError(
@@ -76,7 +78,8 @@ class SlotState:
 def movable(cache: Tensor) -> bool:
     """Whether the kernels can move rows of this cache."""
     size = row_bytes(cache)
-    return cache.is_contiguous() and size > 0 and size % NARROW == 0 and len(cache) < 2**31
+    aligned = (cache.data_ptr() | size) % NARROW == 0
+    return cache.is_contiguous() and size > 0 and aligned and len(cache) < 2**31
 
 
 def row_bytes(cache: Tensor) -> int:
