@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kdray.errors import CheckpointError, UnsupportedModel
+from kdray.model.json_fields import JsonFields, read_json
 
 ARCHITECTURES = ("deepseek_v3", "kimi_k2", "kimi_k25")
 INT4_GROUP = 32
@@ -81,7 +80,7 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json (and generation_config.json, where there is one) of a model folder."""
         path = Path(folder) / "config.json"
-        top = _Fields(_read_json(path), path)
+        top = JsonFields(read_json(path), path)
         text = _text_fields(top)
         quantization = _quantization(
             text.get("quantization_config", top.get("quantization_config"))
@@ -91,72 +90,7 @@ class ModelConfig:
         return config
 
 
-class _Fields:
-    """One JSON object whose fields are read with their type checked."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self.values = values
-        self.path = path
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The field, or `default` where it is absent or null."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def integer(self, name: str, *, at_least: int = 1, default: int | None = None) -> int:
-        value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self.wrong(name, value, f"an integer of at least {at_least}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.wrong(name, value, "a number greater than 0")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        value = self.get(name)
-        # DeepSeek's own configurations write 0 where an mscale is not wanted.
-        return None if value is None or value == 0 else self.number(name)
-
-    def flag(self, name: str, default: bool | None = None) -> bool:
-        value = self._required(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
-        return value
-
-    def only(self, name: str, allowed: Any) -> None:
-        """Absent is fine: transformers drops fields that have one value in the whole family."""
-        value = self.get(name, allowed)
-        if value != allowed:
-            raise UnsupportedModel(
-                f"{self.path}: {name} = {value!r} is not supported, only {allowed!r} is"
-            )
-
-    def wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {name} must be {wanted}, found {value!r}")
-
-    def _required(self, name: str, default: Any) -> Any:
-        value = self.get(name, default)
-        if value is None:
-            raise CheckpointError(f"{self.path}: field {name} is missing")
-        return value
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; give the folder of a downloaded model") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(values).__name__}")
-    return values
-
-
-def _text_fields(top: _Fields) -> _Fields:
+def _text_fields(top: JsonFields) -> JsonFields:
     """The language model's own fields: Kimi K2.5 nests them beside its vision tower's."""
     model_type = top.get("model_type")
     if model_type not in ARCHITECTURES:
@@ -169,7 +103,7 @@ def _text_fields(top: _Fields) -> _Fields:
     nested = top.get("text_config")
     if not isinstance(nested, dict):
         raise CheckpointError(f"{top.path}: field text_config is missing")
-    text = _Fields(nested, top.path)
+    text = JsonFields(nested, top.path)
     if text.get("model_type") not in ("kimi_k2", "deepseek_v3"):
         raise UnsupportedModel(
             f"{top.path}: text_config.model_type {text.get('model_type')!r} is not supported; "
@@ -178,7 +112,7 @@ def _text_fields(top: _Fields) -> _Fields:
     return text
 
 
-def _config(text: _Fields, quantization: Quantization, eos: frozenset[int]) -> ModelConfig:
+def _config(text: JsonFields, quantization: Quantization, eos: frozenset[int]) -> ModelConfig:
     for name, allowed in (
         ("hidden_act", "silu"),
         ("scoring_func", "sigmoid"),
@@ -221,12 +155,12 @@ def _config(text: _Fields, quantization: Quantization, eos: frozenset[int]) -> M
     )
 
 
-def _is_null(fields: _Fields, name: str) -> bool:
+def _is_null(fields: JsonFields, name: str) -> bool:
     """True where the field is written and null, which is not the same as forgotten."""
     return name in fields.values and fields.values[name] is None
 
 
-def _rope_fields(text: _Fields) -> _Fields:
+def _rope_fields(text: JsonFields) -> JsonFields:
     """rope_scaling of published files, or rope_parameters as transformers 5 writes it."""
     for name in ("rope_parameters", "rope_scaling"):
         values = text.get(name)
@@ -234,11 +168,11 @@ def _rope_fields(text: _Fields) -> _Fields:
             continue
         if not isinstance(values, dict):
             raise text.wrong(name, values, "an object")
-        return _Fields(values, text.path)
-    return _Fields({}, text.path)
+        return JsonFields(values, text.path)
+    return JsonFields({}, text.path)
 
 
-def _yarn(rope: _Fields) -> Yarn | None:
+def _yarn(rope: JsonFields) -> Yarn | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -291,11 +225,11 @@ def _quantization(values: object) -> Quantization:
     return "int4"
 
 
-def _eos_token_ids(folder: Path, top: _Fields, text: _Fields) -> frozenset[int]:
+def _eos_token_ids(folder: Path, top: JsonFields, text: JsonFields) -> frozenset[int]:
     sources = [top, text]
     generation = folder / "generation_config.json"
     if generation.exists():
-        sources.append(_Fields(_read_json(generation), generation))
+        sources.append(JsonFields(read_json(generation), generation))
     tokens: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id", [])

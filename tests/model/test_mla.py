@@ -113,9 +113,9 @@ def test_split_sends_each_request_to_its_form() -> None:
 def test_a_very_long_chunk_is_cut_into_pieces_that_see_what_came_before() -> None:
     rows = ROW_BLOCK + 10
     batch = make_batch([Part(Text(list(range(40)), 7), [1] * rows)], page_size=16).attention
-    first, second = AttentionSplit.of(batch).expanded
-    assert (first.rows, first.num_cached, len(first.slots)) == (slice(0, 512), 7, 519)
-    assert (second.rows, second.num_cached, len(second.slots)) == (slice(512, 522), 519, 529)
+    first, second = AttentionSplit.of(batch, rows).expanded
+    assert (first.rows, first.num_cached, len(first.slots)) == (slice(0, 128), 7, 135)
+    assert (second.rows, second.num_cached, len(second.slots)) == (slice(128, 138), 135, 145)
 
 
 def test_the_cache_row_is_the_normed_latent_then_the_rotated_key(folder: Path) -> None:

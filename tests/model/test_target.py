@@ -81,10 +81,10 @@ def test_prefill_does_not_depend_on_chunks_or_pages(
 
 def test_a_chunk_long_enough_to_be_expanded(model: tuple[TargetModel, str]) -> None:
     target, kind = model
-    prompt = (PROMPT * 4)[:200]
+    prompt = (PROMPT * 5)[:300]
     runner = PagedRunner(target)
-    text = runner.text(200)
-    found = [runner.logits(Part(text, prompt[a:b])) for a, b in pairwise([0, 20, 190, 200])]
+    text = runner.text(300)
+    found = [runner.logits(Part(text, prompt[a:b])) for a, b in pairwise([0, 20, 290, 300])]
     close(torch.cat(found), linear_logits(kind, prompt))
 
 

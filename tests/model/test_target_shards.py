@@ -17,7 +17,7 @@ from tests.model.paged import PagedRunner, Part
 from tests.model.tiny import save_int4, save_plain
 from tests.thread_ranks import Meeting, ThreadCollectives
 
-PROMPT = torch.randint(3, 96, (150,), generator=torch.Generator().manual_seed(5)).tolist()
+PROMPT = torch.randint(3, 96, (260,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(model: TargetModel) -> tuple[Tensor, Tensor]:
     """Logits and features of a long chunk, then of a tree."""
     runner = PagedRunner(model)
-    text = runner.text(170)
+    text = runner.text(280)
     first = runner.run(Part(text, PROMPT))
     second = runner.run(Part(text, [7], [8, 9, 10], [0, 0, 2]))
     with torch.inference_mode():
