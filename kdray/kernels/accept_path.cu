@@ -68,6 +68,7 @@ accept_path(int* path, int* length, int* bonus, int* malformed,
         if (writes) out[nodes] = here;
         ++nodes;
     }
+#pragma unroll 1
     for (int k = nodes + threadIdx.x; k <= depth; k += 32) out[k] = 0;
     if (writes) {
         length[request] = nodes;
