@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kdray.demo.training.run import Plan, run, smoke_plan
+from kdray.demo.training.run import Plan, measure, run, smoke_plan
 from kdray.demo.training.steps import Budget
 
 
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="tiny run on the CPU")
+    parser.add_argument("--measure", type=Path, metavar="FILES", help="only measure these files")
     parser.add_argument("--target-seconds", type=float, default=220.0)
     parser.add_argument("--target-steps", type=int, help="instead of seconds, to repeat a run")
     parser.add_argument("--drafter-seconds", type=float, nargs="+", default=[8.0, 15.0, 30.0])
@@ -43,7 +44,10 @@ def main() -> None:
         documents=options.documents,
         processes=options.processes,
     )
-    run(plan)
+    if options.measure:
+        measure(plan, options.measure)
+    else:
+        run(plan)
 
 
 def _drafter_budgets(options: argparse.Namespace) -> tuple[Budget, ...]:

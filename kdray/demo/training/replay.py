@@ -2,6 +2,7 @@
 
 Speculation never changes the text, so a draft made at a root is accepted as far as the written text
 follows it. One pass drafts at every position; a walk then takes the rounds that would have been.
+As in the product the prompt's own pass gives the first token, which is the root of the first round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BUDGETS = (4, 7, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Rounds:
-    """Tokens committed and rounds taken, per text [N] each."""
+    """Tokens committed (all but the first) and rounds taken, per text [N] each."""
 
     tokens: Tensor
     rounds: Tensor
@@ -57,9 +58,10 @@ def _accepted(
 ) -> dict[str, Tensor]:
     """Drafts accepted at every position [B, S] that can be a root; zero elsewhere."""
     tokens, depth = texts.tokens, drafter.shape.depth
-    span = int((texts.end - texts.prompt).max())
-    roots = texts.prompt[:, None] - 1 + torch.arange(span, device=tokens.device)
-    roots = torch.minimum(roots, texts.end[:, None] - 2)
+    tokens = tokens[:, : int(texts.end.max())]
+    span = max(1, int((texts.end - texts.prompt).max()) - 1)
+    roots = texts.prompt[:, None] + torch.arange(span, device=tokens.device)
+    roots = torch.minimum(roots, texts.end[:, None] - 1)
     logits = drafter(target, tokens, target(tokens).features, roots).float()
     truth, there = next_tokens(tokens, texts.end, roots, depth)
     scores, ids = logits.log_softmax(-1).topk(max(budgets), dim=-1)
@@ -71,7 +73,7 @@ def _accepted(
     trees = best_prefix_accepts(scores.flatten(0, 1), right.flatten(0, 1), budgets)
     for budget, lengths in trees.items():
         accepted[f"tree_{budget}"] = lengths.view(roots.shape)
-    empty = torch.zeros_like(tokens)
+    empty = torch.zeros_like(texts.tokens)
     return {name: empty.scatter(1, roots, lengths) for name, lengths in accepted.items()}
 
 
@@ -100,8 +102,8 @@ def best_prefix_accepts(scores: Tensor, right: Tensor, budgets: Sequence[int]) -
 
 
 def _walk(texts: GeneratedTexts, accepted: Tensor) -> Rounds:
-    """Take rounds from the prompt's last token to the end; the end cuts the last round short."""
-    root, last = texts.prompt - 1, texts.end - 1
+    """Take rounds from the first token to the end; the end cuts the last round short."""
+    root, last = texts.prompt.clone(), texts.end - 1
     tokens = torch.zeros_like(root)
     rounds = torch.zeros_like(root)
     while bool((root < last).any()):

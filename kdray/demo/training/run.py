@@ -7,12 +7,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from kdray.demo.gates import Gate, Quality, acceptance_gates, quality_gates, table_of
-from kdray.demo.tokenizer import DemoTokenizer, train_tokenizer
+from kdray.demo.gates import (
+    AcceptLengths,
+    Gate,
+    Quality,
+    acceptance_gates,
+    quality_gates,
+    table_of,
+)
+from kdray.demo.tokenizer import DemoTokenizer, load_tokenizer, train_tokenizer
 from kdray.demo.training.corpus import documents_of, pack_corpus
 from kdray.demo.training.export import parameter_count, save_drafter, save_target
 from kdray.demo.training.measure import (
@@ -23,6 +30,7 @@ from kdray.demo.training.measure import (
     judge,
     measure_acceptance,
 )
+from kdray.demo.training.restore import load_drafter, load_target
 from kdray.demo.training.shapes import seed_of
 from kdray.demo.training.steps import Budget, Curve
 from kdray.demo.training.target import DemoTarget
@@ -40,6 +48,7 @@ from kdray.demo.training.train_target import (
     train_target,
 )
 
+Qualities: TypeAlias = Mapping[float, Mapping[str, Quality]]
 WISHED_CHAIN = 4.5
 """The story accept length at T = 0, as a chain of 7, that the kept drafter should be nearest to."""
 
@@ -69,7 +78,7 @@ class Candidate:
     """A trained drafter with its accept lengths and its gates."""
 
     trained: TrainedDrafter
-    accept_lengths: dict[float, dict[str, dict[str, float]]]
+    accept_lengths: Mapping[float, AcceptLengths]
     gates: tuple[Gate, ...]
 
     @property
@@ -126,7 +135,25 @@ def run(plan: Plan) -> None:
     save_drafter(kept.trained.model, trained.model.shape, tokenizer, plan.out / "drafter")
     gates = (*quality_gates(qualities[0.0]), *kept.gates)
     print(table_of(gates), flush=True)
-    _write_records(plan, trained, candidates, candidates.index(kept), qualities, gates, clock)
+    _write_training(plan, trained, candidates, candidates.index(kept), clock)
+    _write_figures(plan, qualities, kept.accept_lengths, gates)
+
+
+def measure(plan: Plan, files: Path) -> None:
+    """Only measure the files of ``files`` (its folders target and drafter); write figures.json."""
+    tokenizer = load_tokenizer(files / "target")
+    target = load_target(files / "target").to(plan.device)
+    drafter = load_drafter(files / "drafter", target, tokenizer).to(plan.device)
+    held_out = answer_held_out(
+        target, tokenizer, HeldOutWish(plan.held_out, plan.seed, plan.stop_after)
+    )
+    qualities = judge(held_out, tokenizer)
+    _print_qualities(qualities)
+    lengths = measure_acceptance(target, drafter, held_out)
+    _print_lengths("shipped", lengths)
+    gates = (*quality_gates(qualities[0.0]), *acceptance_gates(lengths))
+    print(table_of(gates), flush=True)
+    _write_figures(plan, qualities, lengths, gates)
 
 
 def _tokenizer(plan: Plan) -> DemoTokenizer:
@@ -176,12 +203,12 @@ def _drafters(
         lengths = measure_acceptance(target, trained.model, held_out)
         candidate = Candidate(trained, lengths, tuple(acceptance_gates(lengths)))
         candidates.append(candidate)
-        _print_lengths(budget, candidate)
+        _print_lengths(f"drafter {budget.seconds:g}s", lengths)
         clock.lap(f"drafter {budget.seconds:g}")
     return candidates
 
 
-def _print_qualities(qualities: Mapping[float, Mapping[str, Quality]]) -> None:
+def _print_qualities(qualities: Qualities) -> None:
     for temperature, by_kind in qualities.items():
         for quality in by_kind.values():
             print(
@@ -193,38 +220,42 @@ def _print_qualities(qualities: Mapping[float, Mapping[str, Quality]]) -> None:
                 print(f"    {failure[:300]}")
 
 
-def _print_lengths(budget: Budget, candidate: Candidate) -> None:
-    for temperature, modes in candidate.accept_lengths.items():
+def _print_lengths(name: str, lengths: Mapping[float, AcceptLengths]) -> None:
+    for temperature, modes in lengths.items():
         for mode, by_kind in modes.items():
             figures = "  ".join(f"{kind} {length:.2f}" for kind, length in by_kind.items())
-            print(f"drafter {budget.seconds:g}s T={temperature} {mode:9s} {figures}", flush=True)
+            print(f"{name} T={temperature} {mode:9s} {figures}", flush=True)
 
 
-def _write_records(
-    plan: Plan,
-    target: TrainedTarget,
-    candidates: Sequence[Candidate],
-    kept: int,
-    qualities: Mapping[float, Mapping[str, Quality]],
-    gates: Sequence[Gate],
-    clock: Clock,
+def _write_training(
+    plan: Plan, target: TrainedTarget, candidates: Sequence[Candidate], kept: int, clock: Clock
 ) -> None:
-    curves = {
-        "target": _curve(target.curve),
-        "drafters": [_curve(candidate.trained.curve) for candidate in candidates],
-        "kept_drafter": kept,
-    }
-    figures = {
-        "seed": plan.seed,
+    """curves.json: what was asked for, how long it took, and every loss curve."""
+    record = {
         "plan": asdict(replace(plan, out=Path("."))),
         "seconds": clock.seconds,
-        "quality": {t: {k: asdict(q) for k, q in by.items()} for t, by in qualities.items()},
-        "accept_lengths": [candidate.accept_lengths for candidate in candidates],
+        "target": _curve(target.curve),
+        "drafters": [
+            {**_curve(candidate.trained.curve), "accept_lengths": candidate.accept_lengths}
+            for candidate in candidates
+        ],
         "kept_drafter": kept,
+    }
+    plan.out.joinpath("curves.json").write_text(json.dumps(record, default=str) + "\n")
+
+
+def _write_figures(
+    plan: Plan, qualities: Qualities, lengths: Mapping[float, AcceptLengths], gates: Sequence[Gate]
+) -> None:
+    """figures.json: what the files of this folder reach on held-out prompts."""
+    record = {
+        "held_out_per_kind": plan.held_out,
+        "seed": plan.seed,
+        "quality": {t: {k: asdict(q) for k, q in by.items()} for t, by in qualities.items()},
+        "accept_lengths": lengths,
         "gates": [{**asdict(gate), "passed": gate.passed} for gate in gates],
     }
-    plan.out.joinpath("curves.json").write_text(json.dumps(curves) + "\n")
-    plan.out.joinpath("figures.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
+    plan.out.joinpath("figures.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
