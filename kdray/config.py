@@ -32,7 +32,7 @@ class EngineConfig:
     num_pages           KV pages; None: enough for max_requests of max_model_len, capped by
                         kv_memory_bytes
     kv_memory_bytes     KV memory a rank may take, in bytes, where num_pages is None
-    threads             torch threads a rank on a CPU; None: the cores divided by the ranks
+    threads             torch threads a rank on a CPU; None: up to four, one core left free
     norm_eps_qkv        epsilon of the q_a and kv_a norms; None: 1e-6, as published weights expect
     start_timeout_s     longest wait for placement, and again for the ranks to come up
     step_timeout_s      longest wait of one rank for another inside a step
