@@ -37,7 +37,9 @@ template <typename Vector, int ITEMS>
 __device__ void move_slices(Cache cache, const long long* source, const long long* target, int moves)
 {
     char* base = (char*)cache.address;
-    __builtin_assume(__isGlobal(base));  // else the compiler must ask at every access
+#ifdef __CUDACC__
+    __builtin_assume(__isGlobal(base));  // else every access would have to find out
+#endif
     const int columns = cache.row_bytes / sizeof(Vector);
     const int slices = (columns + blockDim.x - 1) / blockDim.x;
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
