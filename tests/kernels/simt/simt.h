@@ -1,0 +1,516 @@
+// CUDA on one CPU core, for tests: a kernel's own source, compiled by g++ with this file in front.
+//
+// Every thread of a block is a fiber; blocks run one after another. Warp collectives are rendezvous:
+// all lanes named in the mask must meet at the same operation, or the program stops with a message.
+// __syncthreads is a rendezvous of all threads that have not returned. Between two such points the
+// fibers run in an order drawn from a seed, and a fiber may be set aside at any shared-memory
+// helper, so that a missing barrier shows as a wrong result. Shared memory is poisoned before each
+// block. What this cannot show: races within one instruction stream of hardware, memory-model
+// faults, time.
+//
+// Not covered, as no kernel here needs it: partial masks, cooperative groups, textures, streams.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define KDRAY_SIMT 1
+#define __device__
+#define __host__
+#define __global__
+#define __constant__ static
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+// Static shared memory: a section of its own, so that it can be found and poisoned.
+#define __shared__ static __attribute__((section("simt_shared")))
+
+struct uint3_ {
+    unsigned x = 0, y = 0, z = 0;
+};
+using dim3 = uint3_;
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+extern "C" char __start_simt_shared[] __attribute__((weak));
+extern "C" char __stop_simt_shared[] __attribute__((weak));
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace simt {
+
+constexpr size_t SHARED_LIMIT = 99 * 1024;
+constexpr size_t STACK_BYTES = 64 * 1024;
+alignas(16) inline unsigned char dynamic_shared[SHARED_LIMIT + 64];
+
+enum class Wait { none, warp, block, done };
+
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<unsigned char> stack;
+    Wait wait = Wait::none;
+    const char* operation = nullptr;
+    unsigned mask = 0;
+    uint64_t given = 0;
+    int aux = 0;
+    uint64_t received = 0;
+    std::vector<Copy> copies;
+};
+
+struct Machine {
+    std::vector<Fiber> fibers;
+    ucontext_t scheduler;
+    int current = -1;
+    std::mt19937 random;
+    void (*run)(void*) = nullptr;
+    void* closure = nullptr;
+};
+
+inline Machine machine;
+
+[[noreturn]] inline void fail(const char* what, const char* operation)
+{
+    std::fprintf(stderr, "simt: %s (%s), block %u, thread %d\n", what,
+                 operation ? operation : "no operation", blockIdx.x, machine.current);
+    std::fflush(stderr);
+    std::abort();
+}
+
+inline Fiber& me() { return machine.fibers[machine.current]; }
+
+inline void set_thread(int thread)
+{
+    machine.current = thread;
+    threadIdx = {(unsigned)thread % blockDim.x, (unsigned)thread / blockDim.x % blockDim.y,
+                 (unsigned)thread / (blockDim.x * blockDim.y)};
+}
+
+inline void yield_to_scheduler()
+{
+    const int thread = machine.current;
+    swapcontext(&me().context, &machine.scheduler);
+    set_thread(thread);
+}
+
+inline uint64_t rendezvous(const char* operation, unsigned mask, uint64_t value, int aux = 0)
+{
+    Fiber& fiber = me();
+    if (!(mask >> (machine.current % 32) & 1)) fail("lane is not in its own mask", operation);
+    fiber.wait = Wait::warp;
+    fiber.operation = operation;
+    fiber.mask = mask;
+    fiber.given = value;
+    fiber.aux = aux;
+    yield_to_scheduler();
+    return me().received;
+}
+
+inline uint64_t block_rendezvous(const char* operation, uint64_t value)
+{
+    Fiber& fiber = me();
+    fiber.wait = Wait::block;
+    fiber.operation = operation;
+    fiber.given = value;
+    yield_to_scheduler();
+    return me().received;
+}
+
+// What the lanes of a full meeting receive.
+inline void serve_warp(Fiber* lanes, int count)
+{
+    const char* name = lanes[0].operation;
+    const std::string_view op = name;
+    uint64_t given[32] = {};
+    for (int i = 0; i < count; ++i) given[i] = lanes[i].given;
+    for (int i = 0; i < count; ++i) {
+        Fiber& lane = lanes[i];
+        if (op == "ballot") {
+            uint64_t votes = 0;
+            for (int k = 0; k < count; ++k) votes |= (uint64_t)(given[k] != 0) << k;
+            lane.received = votes;
+        } else if (op == "any" || op == "all") {
+            int votes = 0;
+            for (int k = 0; k < count; ++k) votes += given[k] != 0;
+            lane.received = op == "any" ? votes > 0 : votes == count;
+        } else if (op == "shfl") {
+            const int from = lane.aux & 31;
+            if (from >= count) fail("shuffle from a lane that is not there", name);
+            lane.received = given[from];
+        } else if (op == "shfl_up") {
+            lane.received = given[i - lane.aux >= 0 ? i - lane.aux : i];
+        } else if (op == "shfl_down") {
+            lane.received = given[i + lane.aux < count ? i + lane.aux : i];
+        } else if (op == "shfl_xor") {
+            const int from = i ^ lane.aux;
+            lane.received = given[from < count ? from : i];
+        } else if (op == "match_any") {
+            uint64_t same = 0;
+            for (int k = 0; k < count; ++k) same |= (uint64_t)(given[k] == given[i]) << k;
+            lane.received = same;
+        } else if (op == "syncwarp") {
+            lane.received = 0;
+        } else {
+            const bool is_signed = op.front() == 's';
+            uint64_t result = given[0];
+            for (int k = 1; k < count; ++k) {
+                if (op == "add") {
+                    result = (uint32_t)(result + given[k]);
+                } else if (op == "or") {
+                    result |= given[k];
+                } else if (op == "and") {
+                    result &= given[k];
+                } else if (is_signed) {
+                    const int32_t a = (int32_t)result, b = (int32_t)given[k];
+                    result = (uint32_t)(op == "smax" ? std::max(a, b) : std::min(a, b));
+                } else {
+                    result = op == "umax" ? std::max(result, given[k]) : std::min(result, given[k]);
+                }
+            }
+            lane.received = result;
+        }
+    }
+}
+
+// Releases the warps whose lanes have all met; true where any was.
+inline bool serve_warps()
+{
+    const int threads = (int)machine.fibers.size();
+    bool any = false;
+    for (int start = 0; start < threads; start += 32) {
+        Fiber* lanes = &machine.fibers[start];
+        const int count = std::min(32, threads - start);
+        int waiting = 0;
+        for (int i = 0; i < count; ++i) waiting += lanes[i].wait == Wait::warp;
+        if (waiting != count) continue;
+        const unsigned all = count == 32 ? 0xffffffffu : (1u << count) - 1;
+        for (int i = 0; i < count; ++i) {
+            if (std::strcmp(lanes[i].operation, lanes[0].operation) != 0)
+                fail("lanes of a warp meet at different operations", lanes[i].operation);
+            if ((lanes[i].mask & all) != all) fail("partial mask", lanes[i].operation);
+        }
+        serve_warp(lanes, count);
+        for (int i = 0; i < count; ++i) lanes[i].wait = Wait::none;
+        any = true;
+    }
+    return any;
+}
+
+inline bool serve_block()
+{
+    uint64_t any = 0, all = 1, count = 0;
+    const char* operation = nullptr;
+    for (Fiber& fiber : machine.fibers) {
+        if (fiber.wait == Wait::done) continue;
+        if (fiber.wait != Wait::block) return false;
+        if (operation != nullptr && std::strcmp(operation, fiber.operation) != 0)
+            fail("threads of a block meet at different barriers", fiber.operation);
+        operation = fiber.operation;
+        any |= fiber.given != 0;
+        all &= fiber.given != 0;
+        count += fiber.given != 0;
+    }
+    if (operation == nullptr) return false;
+    const std::string_view op = operation;
+    for (Fiber& fiber : machine.fibers) {
+        if (fiber.wait == Wait::done) continue;
+        fiber.received = op == "syncthreads_or" ? any : op == "syncthreads_and" ? all : count;
+        fiber.wait = Wait::none;
+    }
+    return true;
+}
+
+inline void fiber_main()
+{
+    machine.run(machine.closure);
+    me().wait = Wait::done;
+    swapcontext(&me().context, &machine.scheduler);
+}
+
+inline void run_block(int threads)
+{
+    std::memset(dynamic_shared, 0xA5, sizeof dynamic_shared);
+    if (__start_simt_shared != nullptr)
+        std::memset(__start_simt_shared, 0xA5, __stop_simt_shared - __start_simt_shared);
+    machine.fibers.resize(threads);
+    for (int t = 0; t < threads; ++t) {
+        Fiber& fiber = machine.fibers[t];
+        fiber.stack.resize(STACK_BYTES);
+        fiber.wait = Wait::none;
+        fiber.copies.clear();
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = STACK_BYTES;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, fiber_main, 0);
+    }
+    std::vector<int> ready;
+    for (;;) {
+        ready.clear();
+        bool alive = false;
+        for (int t = 0; t < threads; ++t) {
+            alive |= machine.fibers[t].wait != Wait::done;
+            if (machine.fibers[t].wait == Wait::none) ready.push_back(t);
+        }
+        if (!alive) return;
+        if (ready.empty()) {
+            if (serve_warps() || serve_block()) continue;
+            for (Fiber& fiber : machine.fibers)
+                if (fiber.wait != Wait::done) fail("not all threads arrive", fiber.operation);
+        }
+        std::shuffle(ready.begin(), ready.end(), machine.random);
+        for (const int thread : ready) {
+            set_thread(thread);
+            swapcontext(&machine.scheduler, &machine.fibers[thread].context);
+        }
+    }
+}
+
+// Shared memory by address, bounds checked; a fiber may lose its turn here.
+inline unsigned shared_address(const void* pointer)
+{
+    const auto at = (uintptr_t)pointer;
+    const auto low = (uintptr_t)__start_simt_shared, high = (uintptr_t)__stop_simt_shared;
+    if (at >= low && at < high) return (unsigned)(at - low);
+    const auto dynamic = (uintptr_t)dynamic_shared;
+    if (at >= dynamic && at < dynamic + SHARED_LIMIT) return (unsigned)(at - dynamic) + (1u << 30);
+    fail("address is not in shared memory", "shared_address");
+}
+
+inline void* shared_pointer(unsigned address, size_t bytes)
+{
+    if (machine.random() % 16 == 0) yield_to_scheduler();
+    const bool dynamic = address >= 1u << 30;
+    const size_t offset = dynamic ? address - (1u << 30) : address;
+    const size_t size =
+        dynamic ? SHARED_LIMIT : (size_t)(__stop_simt_shared - __start_simt_shared);
+    if (offset + bytes > size || offset % bytes != 0) fail("bad shared address", "shared_pointer");
+    return (dynamic ? (char*)dynamic_shared : __start_simt_shared) + offset;
+}
+
+// Asynchronous copies happen at the wait, as late as they may.
+inline void copy_later(void* to, const void* from, size_t bytes)
+{
+    if ((uintptr_t)to % bytes != 0 || (uintptr_t)from % bytes != 0)
+        fail("unaligned copy", "copy_later");
+    me().copies.push_back({to, from, bytes});
+}
+
+inline void copy_wait()
+{
+    for (const Copy& copy : me().copies) std::memcpy(copy.to, copy.from, copy.bytes);
+    me().copies.clear();
+}
+
+template <class... A, size_t... I>
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>)
+{
+    kernel(*(std::remove_cv_t<A>*)arguments[I]...);
+}
+
+template <class... A>
+void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, const unsigned* block,
+            unsigned seed)
+{
+    struct Closure {
+        void (*kernel)(A...);
+        void** arguments;
+    } closure{kernel, arguments};
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    machine.random.seed(seed);
+    machine.closure = &closure;
+    machine.run = [](void* c) {
+        auto& own = *(Closure*)c;
+        call(own.kernel, own.arguments, std::index_sequence_for<A...>{});
+    };
+    const unsigned blocks = grid[0] * grid[1] * grid[2];
+    for (unsigned b = 0; b < blocks; ++b) {
+        blockIdx = {b % grid[0], b / grid[0] % grid[1], b / (grid[0] * grid[1])};
+        run_block((int)(block[0] * block[1] * block[2]));
+    }
+}
+
+template <class T>
+uint64_t bits(T value)
+{
+    uint64_t raw = 0;
+    std::memcpy(&raw, &value, sizeof value);
+    return raw;
+}
+
+template <class T>
+T value_of(uint64_t raw)
+{
+    T value;
+    std::memcpy(&value, &raw, sizeof value);
+    return value;
+}
+
+}  // namespace simt
+
+using std::max;
+using std::min;
+
+inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::rendezvous("syncwarp", mask, 0); }
+inline void __syncthreads() { simt::block_rendezvous("syncthreads", 0); }
+inline int __syncthreads_or(int p) { return (int)simt::block_rendezvous("syncthreads_or", p != 0); }
+inline int __syncthreads_and(int p)
+{
+    return (int)simt::block_rendezvous("syncthreads_and", p != 0);
+}
+inline int __syncthreads_count(int p)
+{
+    return (int)simt::block_rendezvous("syncthreads_count", p != 0);
+}
+inline unsigned __ballot_sync(unsigned m, int p)
+{
+    return (unsigned)simt::rendezvous("ballot", m, p != 0);
+}
+inline int __any_sync(unsigned m, int p) { return (int)simt::rendezvous("any", m, p != 0); }
+inline int __all_sync(unsigned m, int p) { return (int)simt::rendezvous("all", m, p != 0); }
+template <class T>
+T __shfl_sync(unsigned m, T v, int lane)
+{
+    return simt::value_of<T>(simt::rendezvous("shfl", m, simt::bits(v), lane));
+}
+template <class T>
+T __shfl_up_sync(unsigned m, T v, int by)
+{
+    return simt::value_of<T>(simt::rendezvous("shfl_up", m, simt::bits(v), by));
+}
+template <class T>
+T __shfl_down_sync(unsigned m, T v, int by)
+{
+    return simt::value_of<T>(simt::rendezvous("shfl_down", m, simt::bits(v), by));
+}
+template <class T>
+T __shfl_xor_sync(unsigned m, T v, int by)
+{
+    return simt::value_of<T>(simt::rendezvous("shfl_xor", m, simt::bits(v), by));
+}
+template <class T>
+unsigned __match_any_sync(unsigned m, T v)
+{
+    return (unsigned)simt::rendezvous("match_any", m, simt::bits(v));
+}
+inline int __reduce_max_sync(unsigned m, int v)
+{
+    return (int)simt::rendezvous("smax", m, (uint32_t)v);
+}
+inline int __reduce_min_sync(unsigned m, int v)
+{
+    return (int)simt::rendezvous("smin", m, (uint32_t)v);
+}
+inline unsigned __reduce_max_sync(unsigned m, unsigned v)
+{
+    return (unsigned)simt::rendezvous("umax", m, v);
+}
+inline unsigned __reduce_min_sync(unsigned m, unsigned v)
+{
+    return (unsigned)simt::rendezvous("umin", m, v);
+}
+template <class T>
+T __reduce_add_sync(unsigned m, T v)
+{
+    return (T)simt::rendezvous("add", m, (uint32_t)v);
+}
+inline unsigned __reduce_or_sync(unsigned m, unsigned v)
+{
+    return (unsigned)simt::rendezvous("or", m, v);
+}
+inline unsigned __reduce_and_sync(unsigned m, unsigned v)
+{
+    return (unsigned)simt::rendezvous("and", m, v);
+}
+
+template <class T>
+T atomicAdd(T* at, T v)
+{
+    const T old = *at;
+    *at = old + v;
+    return old;
+}
+template <class T>
+T atomicMax(T* at, T v)
+{
+    const T old = *at;
+    *at = std::max(old, v);
+    return old;
+}
+template <class T>
+T atomicMin(T* at, T v)
+{
+    const T old = *at;
+    *at = std::min(old, v);
+    return old;
+}
+template <class T>
+T atomicOr(T* at, T v)
+{
+    const T old = *at;
+    *at = old | v;
+    return old;
+}
+template <class T>
+T atomicExch(T* at, T v)
+{
+    const T old = *at;
+    *at = v;
+    return old;
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
+inline int __clz(unsigned v) { return v == 0 ? 32 : __builtin_clz(v); }
+inline unsigned __brev(unsigned v)
+{
+    unsigned r = 0;
+    for (int i = 0; i < 32; ++i) r |= (v >> i & 1) << (31 - i);
+    return r;
+}
+inline int __float_as_int(float v) { return simt::value_of<int>(simt::bits(v)); }
+inline float __int_as_float(int v) { return simt::value_of<float>(simt::bits(v)); }
+inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
+template <class T>
+T __ldg(const T* at)
+{
+    return *at;
+}
