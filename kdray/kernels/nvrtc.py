@@ -141,7 +141,7 @@ def _options(source: KernelSource) -> Iterator[str]:
 
 
 def _log(nvrtc: ModuleType, program: Any) -> str:
-    log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+    log: bytes = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
     _check(nvrtc.nvrtcGetProgramLog(program, log))
     return log.rstrip(b"\0 ").decode(errors="replace")
 
@@ -206,7 +206,8 @@ def _nvrtc() -> ModuleType:
         nvrtc.nvrtcVersion()  # the library itself is opened by the first call
     except (ImportError, RuntimeError) as error:
         raise KernelError(f"the CUDA compiler is not installed: {INSTALL} ({error})") from error
-    return nvrtc
+    module: ModuleType = nvrtc
+    return module
 
 
 def _check(reply: tuple[Any, ...]) -> Any:

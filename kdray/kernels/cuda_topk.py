@@ -1,0 +1,161 @@
+"""Launches topk_logprob.cu: rows of logits to the K best tokens with fixed-point log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdray.errors import KernelError
+from kdray.kernels.loader import NO_DEFINES, Kernel, KernelLoader
+from kdray.kernels.nvrtc import Defines
+
+# As in topk_logprob.cu.
+THREADS = 256
+UNIT = 1024
+SEGMENT = 8 * UNIT
+MAX_VOCAB = 256 * UNIT
+MAX_K = 64
+MAX_SPLITS = 32
+MAX_SPLIT_KEYS = 512
+MAX_MERGED_KEYS = 1024
+NO_ID = 2**31 - 1
+
+COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
+DTYPES = (torch.bfloat16, torch.float32)
+BLOCKS_A_PROCESSOR = 2  # blocks that keep every multiprocessor busy when rows are few
+MAX_SPLIT_ROWS = 512  # more rows than this need no splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialTopk:
+    """The best of one vocabulary shard, for merge.
+
+    value, id   [M, k] float32 and int32 (global token ids), best first; -inf and NO_ID where the
+                shard has fewer than k tokens
+    mass        [M, 3] int64: the sum of exponentials, as topk_logprob.cu counts it
+    """
+
+    value: Tensor
+    id: Tensor
+    mass: Tensor
+
+
+class CudaTopk:
+    """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
+
+    def __init__(self, loader: KernelLoader, variant: Defines = NO_DEFINES) -> None:
+        """variant: further defines of topk_logprob.cu, for measuring."""
+        self._loader = loader
+        self._variant = dict(variant)
+        device = loader.device
+        self._wanted_blocks = BLOCKS_A_PROCESSOR * _processors(device)
+        self._ticket = torch.zeros(MAX_SPLIT_ROWS, dtype=torch.int32, device=device)
+        self._keys = torch.empty(MAX_SPLIT_ROWS * MAX_SPLIT_KEYS, dtype=torch.int64, device=device)
+        self._units = torch.empty(
+            MAX_SPLIT_ROWS * MAX_VOCAB // UNIT, dtype=torch.int64, device=device
+        )
+
+    def topk_logprob(
+        self, logits: Tensor, k: int, splits: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As kernels.ops.Ops.topk_logprob; logits [.., V] bfloat16 or float32, k <= 64.
+
+        splits   blocks a row; None: by the number of rows. It never changes the result.
+        """
+        rows = _rows(logits, k)
+        token = logits.new_empty((len(rows), k), dtype=torch.int32)
+        score = torch.empty_like(token)
+        if token.numel():
+            self._launch("topk_logprob", (token, score), rows, k, splits, ())
+        shape = (*logits.shape[:-1], k)
+        return token.view(shape), score.view(shape)
+
+    def topk_partial(
+        self, logits: Tensor, k: int, first_id: int, splits: int | None = None
+    ) -> PartialTopk:
+        """The same of a shard [M, V'] whose first column is token first_id, still to be merged.
+
+        Where every shard starts at a multiple of 1024, merging gives the unsharded result to the
+        last bit; else the log-sum-exp may differ by float32 rounding.
+        """
+        rows = _rows(logits, k)
+        value = logits.new_empty((len(rows), k), dtype=torch.float32)
+        ids = torch.empty_like(value, dtype=torch.int32)
+        mass = logits.new_empty((len(rows), 3), dtype=torch.int64)
+        if value.numel():
+            self._launch("topk_partial", (value, ids, mass), rows, k, splits, (first_id,))
+        return PartialTopk(value=value, id=ids, mass=mass)
+
+    def merge_topk(self, value: Tensor, ids: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """Shards' PartialTopk stacked, [shards, M, k] twice and [shards, M, 3] -> token, score."""
+        shards, rows, k = value.shape
+        if shards * k > MAX_MERGED_KEYS:
+            raise KernelError(f"{shards} shards of {k} candidates: {MAX_MERGED_KEYS} at most")
+        token = torch.empty_like(ids[0])
+        score = torch.empty_like(token)
+        if token.numel():
+            kernel = self._kernel("merge_topk", k, torch.float32)
+            kernel.launch(rows, THREADS, (token, score, value, ids, mass, shards, rows, k))
+        return token, score
+
+    def _launch(
+        self,
+        entry: str,
+        outputs: tuple[Tensor, ...],
+        rows: Tensor,
+        k: int,
+        splits: int | None,
+        more: tuple[int, ...],
+    ) -> None:
+        run = self._segments_a_block(len(rows), rows.shape[1], k, splits)
+        grid = (len(rows), -(-_segments(rows.shape[1]) // run))
+        work = (self._ticket, self._keys, self._units)
+        sizes = (np.int64(rows.stride(0)), rows.shape[1], k, run)
+        kernel = self._kernel(entry, k, rows.dtype)
+        kernel.launch(grid, THREADS, (*outputs, *work, rows, *sizes, *more))
+
+    def _segments_a_block(self, rows: int, vocab: int, k: int, splits: int | None) -> int:
+        segments = _segments(vocab)
+        most = min(MAX_SPLITS, segments, MAX_SPLIT_KEYS // _compiled_k(k))
+        if rows > MAX_SPLIT_ROWS:
+            most = 1
+        wished = self._wanted_blocks // rows if splits is None else splits
+        return -(-segments // max(1, min(most, wished)))
+
+    def _kernel(self, entry: str, k: int, dtype: torch.dtype) -> Kernel:
+        return self._loader.get("topk_logprob", entry, defines(k, dtype) | self._variant)
+
+
+def defines(k: int, dtype: torch.dtype) -> dict[str, str | int]:
+    """What topk_logprob.cu is compiled with."""
+    return {"K": _compiled_k(k), "INPUT_BF16": int(dtype == torch.bfloat16)}
+
+
+def _compiled_k(k: int) -> int:
+    return next(size for size in COMPILED_K if k <= size)
+
+
+def _segments(vocab: int) -> int:
+    return -(-vocab // SEGMENT)
+
+
+def _rows(logits: Tensor, k: int) -> Tensor:
+    """[M, V] with neighbouring columns; raises KernelError for what the kernel does not take."""
+    if logits.dtype not in DTYPES:
+        raise KernelError(f"logits are bfloat16 or float32, not {logits.dtype}; cast them")
+    vocab = logits.shape[-1]
+    if not 0 < vocab <= MAX_VOCAB or not 0 <= k <= MAX_K:
+        raise KernelError(
+            f"V = {vocab}, k = {k}: topk_logprob takes 1 to {MAX_VOCAB} tokens and k up to {MAX_K}"
+        )
+    rows = logits.reshape(-1, vocab)
+    return rows if rows.stride(1) == 1 or vocab == 1 else rows.contiguous()
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # a kernel's source run on the CPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
