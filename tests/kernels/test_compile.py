@@ -1,0 +1,66 @@
+"""Every kernel compiles for every architecture served, without spills, within its budgets."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kdray.kernels import cuda_topk
+from kdray.kernels.loader import MAX_BLOCK_BYTES, compile_cubin
+from kdray.kernels.nvrtc import FOLDER, Defines
+
+ARCHS = ("sm_90", "sm_120")
+REGISTERS = 64  # a thread: 1024 threads of a multiprocessor
+MORE_REGISTERS = {  # (entry point, a define or "")
+    ("topk_logprob", "INPUT_BF16=0"): 128,  # 2 blocks of 256; a unit and the next one are 64
+    ("topk_partial", "INPUT_BF16=0"): 128,
+    ("commit_kv", ""): 96,  # 8 independent moves in flight
+    ("build_tree_pop_128", ""): 96,  # one warp a block
+}
+# What the launchers compile with; a source that is not here has no defines.
+INSTANTIATIONS: dict[str, list[Defines]] = {
+    "topk_logprob": [
+        cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES
+    ],
+}
+SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
+CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
+
+
+def words(defines: Defines) -> list[str]:
+    return [f"{key}={value}" for key, value in defines.items()]
+
+
+def budget(entry: str, defines: Defines) -> int:
+    named = [MORE_REGISTERS.get((entry, word)) for word in ["", *words(defines)]]
+    return max([REGISTERS, *(count for count in named if count is not None)])
+
+
+def test_the_table_names_sources_that_exist() -> None:
+    assert set(INSTANTIATIONS) <= set(SOURCES)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("name", "defines"), CASES, ids=[" ".join([name, *words(defines)]) for name, defines in CASES]
+)
+def test_a_kernel_keeps_its_budgets(name: str, defines: Defines, arch: str) -> None:
+    cubin = compile_cubin(name, arch, defines)
+    assert cubin.entries, "no entry point"
+    for entry, usage in cubin.entries.items():
+        assert usage.spill_bytes == 0, f"{entry} spills:\n{cubin.log}"
+        assert usage.stack_bytes == 0, f"{entry} keeps an array in local memory:\n{cubin.log}"
+        assert usage.registers <= budget(entry, defines), f"{entry}: {usage}"
+        assert usage.shared_bytes <= MAX_BLOCK_BYTES, f"{entry}: {usage}"
+    assert "warning" not in cubin.log
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_kernel_says_what_it_is(name: str) -> None:
+    """The head of a .cu file is its documentation, and one source serves every architecture."""
+    text = (FOLDER / f"{name}.cu").read_text()
+    head = re.match(r"(//[^\n]*\n)+", text)
+    assert head is not None and len(head[0].splitlines()) >= 6
+    assert re.search(r"\b[Gg]rid|[Bb]lock", head[0]), f"the head of {name}.cu tells no grid"
+    assert not re.search(r"wgmma|cp\.async\.bulk|tensormap|\.cluster|setmaxnreg", text)
