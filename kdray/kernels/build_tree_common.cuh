@@ -81,6 +81,15 @@ __device__ __forceinline__ int load_if(bool taken, SharedAddress address, int ot
     return v;
 }
 
+__device__ __forceinline__ int add_if(bool taken, int a, int b)
+{
+    int v = a;
+    asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; @p add.s32 %0, %0, %2; }"
+        : "+r"(v)
+        : "r"((int)taken), "r"(b));
+    return v;
+}
+
 __device__ __forceinline__ void store2_if(bool taken, SharedAddress address, int x, int y)
 {
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3}; }"
@@ -119,6 +128,10 @@ __device__ inline int4 load4(SharedAddress address)
 __device__ inline int load_if(bool taken, SharedAddress address, int otherwise)
 {
     return taken ? *(const int*)simt::shared_pointer(address, sizeof(int)) : otherwise;
+}
+__device__ inline int add_if(bool taken, int a, int b)
+{
+    return taken ? (int)((unsigned)a + (unsigned)b) : a;
 }
 __device__ inline void store2_if(bool taken, SharedAddress address, int x, int y)
 {

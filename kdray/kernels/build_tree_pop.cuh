@@ -112,9 +112,9 @@ __device__ __forceinline__ void pop(Frontier<SLOTS>& f, Turn& turn, const PopTab
         taken |= votes;
         store2_if(wins, record, f.cursor[s], best);
         f.now[s] = wins ? f.next[s] : f.now[s];
-        f.next[s] = wins ? wrapping_sum(f.next[s], f.step[s]) : f.next[s];
+        f.next[s] = add_if(wins, f.next[s], f.step[s]);
         f.step[s] = load_if(wins, table.start + (f.cursor[s] & 0xffff), f.step[s]);
-        f.cursor[s] = wins ? f.cursor[s] + 4 : f.cursor[s];
+        f.cursor[s] = add_if(wins, f.cursor[s], 4);
     }
     const bool tie = LIVE == 1 ? twice != 0 : __any_sync(FULL_WARP, lost);
 
