@@ -27,7 +27,7 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels.ops import AttentionBatch, SamplingRows
-from kdray.kernels.reference_attention import AttentionTile, attend, tile_batch
+from kdray.kernels.reference_attention import AttentionTile, attend, scatter, tile_batch
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -55,6 +55,8 @@ class ReferenceOps:
     def build_trees(
         self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]
     ) -> DraftTrees:
+        if not any(budgets):
+            return _roots_alone(roots)
         token, score = candidates.token.cpu().numpy(), candidates.score.cpu().numpy()
         trees = [
             build_tree(root, token[r], score[r], budget)
@@ -68,9 +70,11 @@ class ReferenceOps:
         tiles = self._tiles.get(batch)
         if tiles is None:
             tiles = self._tiles[batch] = tile_batch(batch)
+        if len(tiles) == 1 and tiles[0].rows is None:
+            return attend(query, cache, tiles[0], scale, latent_dim)
         out = query.new_empty(*query.shape[:2], latent_dim)
         for tile in tiles:
-            attend(query, cache, tile, scale, out)
+            scatter(attend(query, cache, tile, scale, latent_dim), tile, out)
         return out
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -129,6 +133,15 @@ def _quantise(logprob: Tensor) -> Tensor:
     absent = logprob.isnan() | logprob.isneginf()
     clamped = logprob.nan_to_num(0.0).clamp(MIN_LOGPROB, 0.0)
     return torch.round(clamped * 2**FRACTION_BITS).int().masked_fill(absent, ABSENT)
+
+
+def _roots_alone(roots: Tensor) -> DraftTrees:
+    """Trees of budget 0, as plain decoding has in every step."""
+    token = roots.int()[:, None]
+    zero, one = torch.zeros_like(token), torch.ones_like(token)
+    return DraftTrees(
+        token=token, parent=-one, depth=zero, score=zero, mask=one[:, None], num_nodes=one[:, 0]
+    )
 
 
 def _pad_trees(trees: Sequence[DraftTree], num_nodes: int, device: torch.device) -> DraftTrees:

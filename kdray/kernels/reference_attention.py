@@ -27,16 +27,19 @@ SPARE_KEYS = 256  # keys a request may be padded by before it gets a tile of sho
 class AttentionTile:
     """G requests by M rows by S keys, padded.
 
-    rows    [G * M] int64: rows of the batch; padding repeats a row of the same request
     slots   [G * S] int64: cache slots of the keys; padding repeats the first, which is written
-    bias    [G, M, 1, S] float32: 0 where the row sees the key, else -inf
-    own     [n] int64: the places among G * M that are no padding
+    bias    [G, M, 1, S] float32: 0 where the row sees the key, else -inf; None: all see all
+    shape   G, M, S
+    rows    [G * M] int64: rows of the batch; padding repeats a row of the same request. None: the
+            tile is the whole batch as it lies, without padding
+    own     [n] int64: the places among G * M that are no padding; None with rows
     """
 
-    rows: Tensor
     slots: Tensor
-    bias: Tensor
-    own: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int, int]
+    rows: Tensor | None
+    own: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +56,27 @@ class _Span:
         return self.last - self.first
 
 
-def attend(query: Tensor, cache: Tensor, tile: AttentionTile, scale: float, out: Tensor) -> None:
-    """Attention of the tile's rows, written to out [T, H, C]; query [T, H, C + D] (ops.py)."""
-    groups, rows, _, keys = tile.bias.shape
-    heads, latent_dim = out.shape[1:]
-    q = query.index_select(0, tile.rows).float().view(groups, rows * heads, -1)
+def attend(
+    query: Tensor, cache: Tensor, tile: AttentionTile, scale: float, latent_dim: int
+) -> Tensor:
+    """Attention of the tile's rows [G * M, H, C]; query [T, H, C + D] of the batch (ops.py)."""
+    groups, rows, keys = tile.shape
+    heads = query.shape[1]
+    if tile.rows is not None:
+        query = query.index_select(0, tile.rows)
+    q = query.float().reshape(groups, rows * heads, -1)
     key = cache.index_select(0, tile.slots).float().view(groups, keys, -1)
     scores = torch.bmm(q, key.transpose(1, 2)).mul_(scale)
-    weight = scores.view(groups, rows, heads, keys).add_(tile.bias).softmax(dim=-1)
-    mixed = torch.bmm(weight.view(groups, rows * heads, keys), key[..., :latent_dim])
-    mixed = mixed.view(groups * rows, heads, latent_dim).index_select(0, tile.own)
-    out[tile.rows.index_select(0, tile.own)] = mixed.to(out.dtype)
+    if tile.bias is not None:
+        scores.view(groups, rows, heads, keys).add_(tile.bias)
+    mixed = torch.bmm(scores.softmax(dim=-1), key[..., :latent_dim])
+    return mixed.view(groups * rows, heads, latent_dim).to(query.dtype)
+
+
+def scatter(mixed: Tensor, tile: AttentionTile, out: Tensor) -> None:
+    """The tile's own rows of attend(), written to their places in out [T, H, C]."""
+    assert tile.rows is not None and tile.own is not None, "a whole batch needs no scatter"
+    out[tile.rows.index_select(0, tile.own)] = mixed.index_select(0, tile.own)
 
 
 def tile_batch(batch: AttentionBatch) -> list[AttentionTile]:
@@ -106,16 +119,21 @@ def _spans(batch: AttentionBatch, r: int, num_rows: int) -> Iterator[_Span]:
 def _tile(spans: Sequence[_Span], batch: AttentionBatch, bits: NDArray[np.bool_]) -> AttentionTile:
     num_rows = max(span.num_rows for span in spans)
     num_keys = max(span.num_keys for span in spans)
-    rows = np.stack([_rows(span, batch, num_rows) for span in spans])
     seen = np.stack([_seen(span, batch, bits, num_rows, num_keys) for span in spans])
-    bias = np.where(seen, np.float32(0.0), np.float32(-np.inf))[:, :, None]
-    own = np.arange(num_rows) < np.array([span.num_rows for span in spans])[:, None]
     device = batch.page_table.device
+    bias = None
+    if not seen.all():
+        hidden = np.where(seen, np.float32(0.0), np.float32(-np.inf))[:, :, None]
+        bias = torch.from_numpy(hidden).to(device)
+    rows = np.concatenate([_rows(span, batch, num_rows) for span in spans])
+    in_order = len(rows) == batch.row_start[-1] and (np.diff(rows) == 1).all()
+    own = np.arange(num_rows) < np.array([span.num_rows for span in spans])[:, None]
     return AttentionTile(
-        rows=torch.from_numpy(rows.ravel()).to(device),
         slots=_slots(spans, batch, num_keys),
-        bias=torch.from_numpy(bias).to(device),
-        own=torch.from_numpy(np.flatnonzero(own)).to(device),
+        bias=bias,
+        shape=(len(spans), num_rows, num_keys),
+        rows=None if in_order else torch.from_numpy(rows).to(device),
+        own=None if in_order else torch.from_numpy(np.flatnonzero(own)).to(device),
     )
 
 
@@ -142,6 +160,8 @@ def _seen(
 
 
 def _slots(spans: Sequence[_Span], batch: AttentionBatch, num_keys: int) -> Tensor:
+    if len(spans) == 1:
+        return batch.slots[spans[0].r, :num_keys].contiguous()
     device = batch.page_table.device
     which = torch.tensor([span.r for span in spans], device=device)
     counts = torch.tensor([span.num_keys for span in spans], device=device)
