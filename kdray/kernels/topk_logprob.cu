@@ -41,6 +41,12 @@
 #ifndef PREFETCH  // 1: load a warp's next unit before it works on the present one
 #define PREFETCH 1
 #endif
+#ifndef FIRST_RANKING  // segments of a block before survivors are ranked: ever fewer pass after it
+#define FIRST_RANKING 3
+#endif
+#ifndef SECOND_RANKING
+#define SECOND_RANKING 10
+#endif
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 constexpr int UNIT = 1024;  // logits of one warp
@@ -58,7 +64,6 @@ constexpr int GROUPS = 2 * K > 32 ? (2 * K > 64 ? 128 : 64) : 32;  // of the fir
 constexpr int GROUP = THREADS / GROUPS;
 constexpr int MAX_SPLIT_KEYS = 512;
 constexpr int STAGED = K + WARPS * CAPACITY;
-constexpr int FIRST_RANKING = 3, SECOND_RANKING = 10;  // segments of a block before each
 constexpr int NO_ID = 0x7fffffff;
 constexpr float LOG2_E = 1.44269504f;
 constexpr float ALMOST_NOTHING = -5.4e8f;  // about -2^29: stands for the maximum of an empty unit
