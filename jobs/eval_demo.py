@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from record import Record
 
 from kdray import LLM, Completion, EngineConfig, SamplingParams
+from kdray.config import Mode
 from kdray.demo.gates import (
     BUDGETS,
     DEPTH,
@@ -45,7 +46,7 @@ HUMANEVAL = "humaneval"
 class Way:
     """One way to decode. ``name`` is the one that the gates know: chain_7, tree_16, plain."""
 
-    mode: str
+    mode: Mode
     budget: int
 
     @property
@@ -162,7 +163,7 @@ def ask(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Asked:
         for document in held_out_prompts(kind, arguments.per_kind, arguments.seed)
     )
     chats = [[{"role": t.role, "content": t.content} for t in d.prompt_turns] for d in documents]
-    kinds = [document.last.kind for document in documents]
+    kinds: list[str] = [document.last.kind for document in documents]
     for task in humaneval(arguments.humaneval):
         chats.append([{"role": "user", "content": f"Complete this Python function.\n{task}"}])
         kinds.append(HUMANEVAL)
@@ -188,7 +189,7 @@ def sampling(arguments: argparse.Namespace, temperature: float, count: int) -> l
 
 
 def judge(asked: Asked, done: Sequence[Completion], tokenizer: Tokenizer) -> dict[str, Quality]:
-    qualities = {}
+    qualities: dict[str, Quality] = {}
     for kind in KINDS:
         rows = asked.rows(kind)
         documents = [asked.documents[row] for row in rows]
