@@ -52,7 +52,7 @@ class CacheTable:
                     f"cache {i} ({list(cache.shape)}, {cache.dtype}) must be contiguous, with rows "
                     f"of a multiple of {NARROW} bytes"
                 )
-        entries = [(c.data_ptr(), row_bytes(c), len(c)) for c in caches]
+        entries = entries_of(caches)
         return cls(
             caches=tuple(caches),
             entries=torch.tensor(entries, dtype=torch.int64, device=caches[0].device),
@@ -73,6 +73,11 @@ class SlotState:
     root_position: Tensor
     page_table: Tensor
     page_size: int
+
+
+def entries_of(caches: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Address, bytes a row and rows of every cache."""
+    return tuple((cache.data_ptr(), row_bytes(cache), len(cache)) for cache in caches)
 
 
 def movable(cache: Tensor) -> bool:

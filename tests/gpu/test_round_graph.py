@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.kernels.cuda_accept import Acceptance, accept_paths
 from kdray.kernels.cuda_commit import CacheTable, SlotState, advance_requests, commit_paths
+from kdray.kernels.cuda_topk import CudaTopk
+from kdray.kernels.cuda_trees import BuiltTrees, build_trees_into, empty_trees
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.reference import ReferenceOps
 from tests.kernels.random_paths import PagedPaths, random_paths
@@ -22,6 +24,69 @@ pytestmark = pytest.mark.gpu
 REQUESTS, NODES, DEPTH, PAGE_SIZE = 12, 17, 7, 16
 LAYERS, REPLAYS = 5, 20
 ROOM = (REPLAYS + 2) * (1 + DEPTH) + NODES  # positions behind the roots
+VOCAB, CANDIDATES = 5000, 16
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """Static buffers of logits-to-tree: what a graph reads and writes.
+
+    logits [R, L, V] bfloat16; roots, budgets, base [R] int32
+    """
+
+    logits: Tensor
+    roots: Tensor
+    budgets: Tensor
+    base: Tensor
+    out: BuiltTrees
+
+    def run(self, loader: KernelLoader, topk: CudaTopk) -> Candidates:
+        token, score = topk.topk_logprob(self.logits, CANDIDATES)
+        candidates = Candidates(token=token, score=score)
+        build_trees_into(loader, self.out, candidates, self.roots, self.budgets, base=self.base)
+        return candidates
+
+
+def fresh_draft(rng: np.random.Generator, device: torch.device, round_up: float) -> DraftRound:
+    """Random inputs, of which some budgets are 0; `round_up` is the grid of the logits."""
+    logits = np.round(rng.normal(0.0, 3.0, (REQUESTS, DEPTH, VOCAB)) / round_up) * round_up
+    numbers = [rng.integers(0, most, REQUESTS) for most in (VOCAB, NODES, 10_000)]
+    numbers[1][0] = 0
+    return DraftRound(
+        torch.from_numpy(logits).to(device, torch.bfloat16),
+        *(torch.from_numpy(column.astype(np.int32)).to(device) for column in numbers),
+        out=empty_trees(REQUESTS, NODES, device, position=True, links=True),
+    )
+
+
+def test_logits_to_tree_as_a_graph(loader: KernelLoader) -> None:
+    rng = np.random.default_rng(22)
+    topk = CudaTopk(loader)
+    static = fresh_draft(rng, loader.device, 1.0)
+    static.run(loader, topk)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates = static.run(loader, topk)
+    for replay in range(REPLAYS):
+        eager = fresh_draft(rng, loader.device, 0.5 if replay % 2 else 1e-3)
+        for name in ("logits", "roots", "budgets", "base"):
+            getattr(static, name).copy_(getattr(eager, name))
+        graph.replay()
+        expected = eager.run(loader, topk)
+        assert torch.equal(candidates.token, expected.token)
+        assert torch.equal(candidates.score, expected.score)
+        for name in ("position", "first_child", "next_sibling"):
+            assert torch.equal(getattr(static.out, name), getattr(eager.out, name))
+        reference = ReferenceOps(torch.device("cpu")).build_trees(
+            Candidates(token=candidates.token.cpu(), score=candidates.score.cpu()),
+            eager.roots.cpu(),
+            [*eager.budgets.tolist()[:-1], NODES - 1],
+        )
+        last = slice(None, -1)  # the reference was given the greatest budget there: N is its own
+        for column in fields(DraftTrees):
+            built = getattr(static.out.trees, column.name)
+            assert torch.equal(built, getattr(eager.out.trees, column.name))
+            assert torch.equal(built[last].cpu(), getattr(reference, column.name)[last])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""The ops of a round as CUDA kernels; reference.py is their oracle and serves what they do not.
+
+What a kernel does not take (a wider vocabulary, float16, odd rows, larger trees) runs by the
+reference on the same device: slower, never different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
+from kdray.kernels import cuda_accept, cuda_commit, cuda_topk, cuda_trees
+from kdray.kernels.cuda_commit import CacheTable
+from kdray.kernels.loader import KernelLoader
+from kdray.kernels.ops import AttentionBatch, SamplingRows
+from kdray.kernels.reference import ReferenceOps
+
+
+class CudaOps:
+    """kernels.ops.Ops on one CUDA device.
+
+    Nothing here waits for the host, save sampling's host-side parameters and the fallbacks. Each
+    workspace belongs to this object: use it on one stream at a time.
+    """
+
+    def __init__(self, device: torch.device, loader: KernelLoader | None = None) -> None:
+        self.loader = loader or KernelLoader(device)
+        self.device = self.loader.device
+        self._reference = ReferenceOps(self.device)
+        self._topk = cuda_topk.CudaTopk(self.loader)
+        # By content, so that a table found here is right whoever owns the memory now; never
+        # dropped, since a graph may hold its address. An engine has one or two.
+        self._tables: dict[tuple[tuple[int, int, int], ...], CacheTable] = {}
+
+    def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        fits = logits.dtype in cuda_topk.DTYPES and 0 < logits.shape[-1] <= cuda_topk.MAX_VOCAB
+        if not fits or k > cuda_topk.MAX_K:
+            return self._reference.topk_logprob(logits, k)
+        return self._topk.topk_logprob(logits, k)
+
+    def build_trees(
+        self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]
+    ) -> DraftTrees:
+        max_budget = max([0, *budgets])
+        candidates = _first_ranks(candidates, max_budget)
+        _, depth, width = candidates.score.shape
+        fits = depth <= cuda_trees.MAX_DEPTH and width <= cuda_trees.MAX_WIDTH
+        if not fits or max_budget > cuda_trees.DESIGNS[-1].max_budget:
+            return self._reference.build_trees(candidates, roots, budgets)
+        wishes = self._upload(budgets)
+        return cuda_trees.build_trees(self.loader, candidates, roots, wishes, max_budget).trees
+
+    def verify_attention(
+        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+    ) -> Tensor:
+        return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
+
+    def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return self._reference.sample_tokens(logits, rows)
+
+    def accept_paths(self, trees: DraftTrees, target: Tensor, depth: int) -> AcceptedPaths:
+        if trees.token.shape[1] > cuda_accept.MAX_NODES:
+            return self._reference.accept_paths(trees, target, depth)
+        columns = {"token": trees.token, "parent": trees.parent, "num_nodes": trees.num_nodes}
+        whole = replace(trees, **{name: column.contiguous() for name, column in columns.items()})
+        return cuda_accept.accept_paths(self.loader, whole, target.contiguous(), depth).paths
+
+    def commit_kv(self, caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+        if len(source) > cuda_commit.MAX_ROWS:
+            return self._reference.commit_kv(caches, source, target)
+        ours = [cache for cache in caches if cuda_commit.movable(cache)]
+        if ours:
+            table = self._table(ours)
+            cuda_commit.commit_kv(self.loader, table, source.contiguous(), target.contiguous())
+        others = [cache for cache in caches if not cuda_commit.movable(cache)]
+        self._reference.commit_kv(others, source, target)
+
+    def _table(self, caches: Sequence[Tensor]) -> CacheTable:
+        key = cuda_commit.entries_of(caches)
+        if key not in self._tables:
+            self._tables[key] = CacheTable.of(caches)
+        return self._tables[key]
+
+    def _upload(self, numbers: Sequence[int]) -> Tensor:
+        """[R] int32 on the device, from memory the copy need not wait for."""
+        pinned = self.device.type == "cuda"
+        host = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=pinned)
+        return host.to(self.device, non_blocking=True)
+
+
+def _first_ranks(candidates: Candidates, max_budget: int) -> Candidates:
+    """Without the ranks that no tree of this budget can hold, where kernels could not take all."""
+    wide = candidates.score.shape[2] > cuda_trees.MAX_WIDTH
+    ranks = slice(max(max_budget, 1) if wide else None)
+    return Candidates(
+        token=candidates.token[..., ranks].contiguous(),
+        score=candidates.score[..., ranks].contiguous(),
+    )
