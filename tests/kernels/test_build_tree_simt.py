@@ -1,4 +1,4 @@
-"""build_tree.cu's own source on the CPU shim, against core.tree: every design, every kind of row."""
+"""build_tree.cu itself on the CPU shim, against core.tree: every design, every kind of row."""
 
 from __future__ import annotations
 
@@ -117,9 +117,7 @@ def test_mass_ties_neither_overflow_nor_lose_their_order(design: TreeDesign, sco
 
 @pytest.mark.parametrize("design", DESIGNS, ids=name_of)
 @pytest.mark.parametrize(("depth", "width"), [(0, 0), (0, 8), (5, 0)])
-def test_without_candidates_only_roots_are_left(
-    design: TreeDesign, depth: int, width: int
-) -> None:
+def test_without_candidates_only_roots_are_left(design: TreeDesign, depth: int, width: int) -> None:
     case = case_of(np.random.default_rng(0), depth=depth, width=width, budgets=[4, 0])
     assert_equals_core(build(case, 5, design), case)
 
@@ -176,8 +174,13 @@ def test_what_nobody_asked_for_is_not_written(design: TreeDesign) -> None:
 def test_unaligned_rows_of_an_odd_width() -> None:
     case = case_of(np.random.default_rng(8), depth=7, width=12, budgets=[32, 9, 31])
     shifted = Case(
-        *(np.concatenate([a.ravel()[:1], a.ravel()])[1:].reshape(a.shape) for a in (
-            case.token, case.score)), case.roots, case.base, case.budgets,
+        *(
+            np.concatenate([a.ravel()[:1], a.ravel()])[1:].reshape(a.shape)
+            for a in (case.token, case.score)
+        ),
+        case.roots,
+        case.base,
+        case.budgets,
     )
     assert shifted.score.ctypes.data % 16 != 0 or shifted.token.ctypes.data % 16 != 0
     assert_equals_core(build(shifted, 33, POP_32), case)
@@ -198,9 +201,7 @@ def test_a_batch_may_be_empty() -> None:
     ("shape", "max_budget", "message"),
     [((1, 16, 4), 8, "15 depths"), ((1, 3, 65), 8, "of 64"), ((1, 3, 4), 1025, "at most 1024")],
 )
-def test_what_does_not_fit_is_refused(
-    shape: Sequence[int], max_budget: int, message: str
-) -> None:
+def test_what_does_not_fit_is_refused(shape: Sequence[int], max_budget: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_trees(simt_loader(), *batch(*shape), max_budget)
 
