@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,25 +66,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     speed = copy_bytes_per_us()
     for moves in arguments.moves:
         for batch in arguments.batches:
-            bench(record, CacheTable.of(caches), batch, moves, speed)
+            bench(record, caches, batch, moves, speed)
     record.finish()
     return 0
 
 
-def bench(record: Record, table: CacheTable, batch: int, moves: int, speed: float) -> None:
-    loader = KernelLoader(table.entries.device)
+def bench(record: Record, caches: list[Tensor], batch: int, moves: int, speed: float) -> None:
+    loader = KernelLoader(caches[0].device)
     reference = ReferenceOps(loader.device)
-    state = slot_state(loader.device)
+    table, state = CacheTable.of(caches), slot_state(loader.device)
     rounds = [make_round(i, batch, moves, state) for i in range(SLOTS // batch)]
-    check(loader, reference, table, state, rounds[0])
+    one = rounds[0]
+    check(caches, partial(commit_paths, loader, table, one.paths, state, one.slot), one)
+    check(caches, partial(commit_kv, loader, table, one.source, one.target), one)
     by_path = [partial(commit_paths, loader, table, r.paths, state, r.slot) for r in rounds]
     by_list = [partial(commit_kv, loader, table, r.source, r.target) for r in rounds]
-    by_torch = [partial(reference.commit_kv, table.caches, r.source, r.target) for r in rounds]
+    by_torch = [partial(reference.commit_kv, caches, r.source, r.target) for r in rounds]
     samples = {"graph_us": graph_us(by_path), "stream_us": stream_us(by_path)}
     if moves:
         samples["list_us"] = graph_us(by_list)
         samples["torch_us"] = graph_us(by_torch[:4], at_least=4)
-    moved = 2 * batch * moves * sum(map(row_bytes, table.caches))
+    moved = 2 * batch * moves * sum(map(row_bytes, caches))
     record.add({"batch": batch, "moves": moves}, samples, {"floor_us": moved / speed})
 
 
@@ -118,18 +120,12 @@ def make_round(i: int, batch: int, moves: int, state: SlotState) -> Round:
     )
 
 
-def check(
-    loader: KernelLoader, reference: ReferenceOps, table: CacheTable, state: SlotState, one: Round
-) -> None:
-    for move in (
-        partial(commit_paths, loader, table, one.paths, state, one.slot),
-        partial(commit_kv, loader, table, one.source, one.target),
-    ):
-        expected = [cache.clone() for cache in table.caches]
-        reference.commit_kv(expected, one.source, one.target)
-        move()
-        if not all(map(torch.equal, table.caches, expected)):
-            raise SystemExit("the moved caches differ from the reference's")
+def check(caches: list[Tensor], move: Callable[[], None], one: Round) -> None:
+    expected = [cache.clone() for cache in caches]
+    ReferenceOps(caches[0].device).commit_kv(expected, one.source, one.target)
+    move()
+    if not all(map(torch.equal, caches, expected)):
+        raise SystemExit(f"{move} moved other rows than the reference")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ reference on the same device: slower, never different.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,9 +33,7 @@ class CudaOps:
         self.device = self.loader.device
         self._reference = ReferenceOps(self.device)
         self._topk = cuda_topk.CudaTopk(self.loader)
-        # By content, so that a table found here is right whoever owns the memory now; never
-        # dropped, since a graph may hold its address. An engine has one or two.
-        self._tables: dict[tuple[tuple[int, int, int], ...], CacheTable] = {}
+        self._commits: dict[tuple[int, ...], _CommitPlan] = {}
 
     def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         fits = logits.dtype in cuda_topk.DTYPES and 0 < logits.shape[-1] <= cuda_topk.MAX_VOCAB
@@ -72,24 +71,53 @@ class CudaOps:
     def commit_kv(self, caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
         if len(source) > cuda_commit.MAX_ROWS:
             return self._reference.commit_kv(caches, source, target)
-        ours = [cache for cache in caches if cuda_commit.movable(cache)]
-        if ours:
-            table = self._table(ours)
-            cuda_commit.commit_kv(self.loader, table, source.contiguous(), target.contiguous())
-        others = [cache for cache in caches if not cuda_commit.movable(cache)]
-        self._reference.commit_kv(others, source, target)
+        plan = self._commit_plan(caches)
+        if plan.table is not None:
+            cuda_commit.commit_kv(self.loader, plan.table, source.contiguous(), target.contiguous())
+        self._reference.commit_kv([caches[i] for i in plan.others], source, target)
 
-    def _table(self, caches: Sequence[Tensor]) -> CacheTable:
-        key = cuda_commit.entries_of(caches)
-        if key not in self._tables:
-            self._tables[key] = CacheTable.of(caches)
-        return self._tables[key]
+    def _commit_plan(self, caches: Sequence[Tensor]) -> _CommitPlan:
+        """Made once for a list of caches, and dropped when one of them is gone."""
+        key = tuple(map(id, caches))
+        plan = self._commits.get(key)
+        if plan is None or not plan.is_of(caches):
+            self._commits = {k: p for k, p in self._commits.items() if p.is_alive()}
+            plan = self._commits[key] = _CommitPlan.of(caches)
+        return plan
 
     def _upload(self, numbers: Sequence[int]) -> Tensor:
         """[R] int32 on the device, from memory the copy need not wait for."""
         pinned = self.device.type == "cuda"
         host = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=pinned)
         return host.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _CommitPlan:
+    """How a list of caches is committed: a table of those the kernels move, places of the others.
+
+    The caches are not kept alive: a table is good for as long as they are.
+    """
+
+    caches: tuple[ref[Tensor], ...]
+    table: CacheTable | None
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor]) -> _CommitPlan:
+        ours = [cache for cache in caches if cuda_commit.movable(cache)]
+        return cls(
+            caches=tuple(map(ref, caches)),
+            table=CacheTable.of(ours) if ours else None,
+            others=tuple(i for i, cache in enumerate(caches) if not cuda_commit.movable(cache)),
+        )
+
+    def is_of(self, caches: Sequence[Tensor]) -> bool:
+        """An id may come back with another object behind it."""
+        return all(own() is cache for own, cache in zip(self.caches, caches, strict=True))
+
+    def is_alive(self) -> bool:
+        return all(own() is not None for own in self.caches)
 
 
 def _first_ranks(candidates: Candidates, max_budget: int) -> Candidates:

@@ -31,13 +31,13 @@ REQUESTS_PER_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheTable:
-    """The caches [S, ..] of one device as kernels find them. Make it once, before any capture.
+    """The caches [S, ..] of one device as kernels find them. Make it once, before any capture, and
+    keep the caches as long as it is used.
 
     entries   [G, 3] int64 on the device: address, bytes a row, rows
     columns   of the widest row: vectors of 16 bytes, or of 4 where 16 do not fit
     """
 
-    caches: tuple[Tensor, ...]
     entries: Tensor
     columns: int
 
@@ -52,12 +52,14 @@ class CacheTable:
                     f"cache {i} ({list(cache.shape)}, {cache.dtype}) must be contiguous, with rows "
                     f"of a multiple of {NARROW} bytes"
                 )
-        entries = entries_of(caches)
+        entries = [(cache.data_ptr(), row_bytes(cache), len(cache)) for cache in caches]
         return cls(
-            caches=tuple(caches),
             entries=torch.tensor(entries, dtype=torch.int64, device=caches[0].device),
             columns=max(_columns(address, size) for address, size, _ in entries),
         )
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,11 +77,6 @@ class SlotState:
     page_size: int
 
 
-def entries_of(caches: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Address, bytes a row and rows of every cache."""
-    return tuple((cache.data_ptr(), row_bytes(cache), len(cache)) for cache in caches)
-
-
 def movable(cache: Tensor) -> bool:
     """Whether the kernels can move rows of this cache."""
     size = row_bytes(cache)
@@ -88,7 +85,8 @@ def movable(cache: Tensor) -> bool:
 
 
 def row_bytes(cache: Tensor) -> int:
-    return cache[:1].numel() * cache.element_size()
+    """Of a cache with rows; 0 for one without."""
+    return cache.numel() // max(1, len(cache)) * cache.element_size()
 
 
 @check(table={"entries": "G 3 int64"}, source="M int64", target="M int64")
@@ -105,7 +103,7 @@ def commit_kv(loader: KernelLoader, table: CacheTable, source: Tensor, target: T
     deep = -(-moves // ROWS_PER_THREAD)
     # A block holds all rows, so many rows leave it few columns; a power of two keeps lines whole.
     wide = 1 << (min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_LIST).bit_length() - 1)
-    grid = (-(-table.columns // wide), 1, len(table.caches))
+    grid = (-(-table.columns // wide), 1, len(table))
     kernel = loader.get("commit_kv", "commit_kv")
     kernel.launch(grid, (wide, deep), (table.entries, source, target, moves))
 
@@ -139,7 +137,7 @@ def commit_paths(
     deep = -(-(width - 1) // PATH_ROWS_PER_THREAD)
     # At least a thread a path node; beyond the widest row threads would idle.
     wide = max(PATH_ROWS_PER_THREAD, min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_PATH))
-    grid = (-(-table.columns // wide), requests, len(table.caches))
+    grid = (-(-table.columns // wide), requests, len(table))
     where = (paths.node, paths.length, state.root_position, state.page_table, slot)
     kernel = loader.get("commit_kv", "commit_paths")
     kernel.launch(grid, (wide, deep), (table.entries, *where, width, slots, pages, state.page_size))

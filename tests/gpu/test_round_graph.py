@@ -97,6 +97,7 @@ class CommitRound:
     target: Tensor
     slot: Tensor
     state: SlotState
+    caches: list[Tensor]
     table: CacheTable
 
     def run(self, loader: KernelLoader) -> Acceptance:
@@ -123,6 +124,7 @@ def start(rng: np.random.Generator, device: torch.device) -> CommitRound:
         target=torch.zeros(REQUESTS, NODES, dtype=torch.int32, device=device),
         slot=far.slot.to(device),
         state=state,
+        caches=caches,
         table=CacheTable.of(caches),
     )
 
@@ -134,7 +136,6 @@ def test_accept_to_commit_as_a_graph(loader: KernelLoader) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         accepted = buffers.run(loader)
-    caches = buffers.table.caches
     lengths = []
     for _ in range(REPLAYS):
         trees = random_trees(rng, REQUESTS, NODES, bushy=0.3)
@@ -151,7 +152,7 @@ def test_accept_to_commit_as_a_graph(loader: KernelLoader) -> None:
             assert torch.equal(found.cpu(), getattr(paths, column.name))
         assert not accepted.malformed.any()
         before.after(paths)
-        for cache, expected in zip(caches, before.caches, strict=True):
+        for cache, expected in zip(buffers.caches, before.caches, strict=True):
             assert torch.equal(cache, expected)
         assert torch.equal(buffers.state.root.cpu(), before.root)
         assert torch.equal(buffers.state.root_position.cpu(), before.root_position)
@@ -194,7 +195,7 @@ def snapshot(buffers: CommitRound, slot: Tensor) -> Snapshot:
         root=buffers.state.root.cpu(),
         root_position=buffers.state.root_position.cpu(),
         page_table=buffers.state.page_table.cpu(),
-        caches=[cache.clone() for cache in buffers.table.caches],
+        caches=[cache.clone() for cache in buffers.caches],
     )
 
 

@@ -60,3 +60,14 @@ def test_verify_attention(ops: CudaOps) -> None:
 def test_without_a_cuda_device_there_are_no_kernels() -> None:
     with pytest.raises(KernelError, match="not on cpu"):
         CudaOps(torch.device("cpu"))
+
+
+def test_rows_of_new_caches_move_where_old_ones_lay(ops: CudaOps) -> None:
+    """Memory and object ids come back; what was known of the caches before must not."""
+    source, target = torch.tensor([1]), torch.tensor([0])
+    for width in (8, 3, 24, 8, 5):
+        caches = [torch.arange(2.0 * width).view(2, width) for _ in range(3)]
+        ops.commit_kv(caches, source, target)
+        assert all(torch.equal(cache[0], cache[1]) for cache in caches)
+        assert caches[0][0, 0] == width
+        del caches
