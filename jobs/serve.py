@@ -32,7 +32,7 @@ from kdray.config import EngineConfig
 from kdray.errors import KdrayError
 
 SAMPLE = "Tell a story about Mia and a red kite."
-SAMPLE_TOKENS = 96
+SAMPLE_TOKENS = 160
 _POLL_S, _POLLS = 5.0, 3
 _SERVE_CPUS = 2  # room for Ray Serve's controller and proxy beside the ranks
 _QUIET_ENV = {"RAY_SERVE_LOG_TO_STDERR": "0", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kdray.actors.driver_actor import DriverActor
+from kdray.actors.rendezvous import Rendezvous, remove_folder
 from kdray.actors.verifier_actor import VerifierActor
 from kdray.config import EngineConfig
 from kdray.errors import KdrayError, PlacementError, StartupError
@@ -37,6 +38,7 @@ class Gang:
         self._group = group
         self._actors: list[ActorHandle[Any]] = []
         self._runs: list[Any] = []
+        self._rendezvous: Rendezvous | None = None
 
     @classmethod
     def start(cls, config: EngineConfig) -> Gang:
@@ -70,6 +72,8 @@ class Gang:
                 ray.kill(actor, no_restart=True)
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)
+        if self._rendezvous is not None:
+            remove_folder(self._rendezvous.folder)
 
     def _create_actors(self, config: EngineConfig) -> None:
         # Ray's stubs type an actor class by its methods' own types, not as remote handles.
@@ -96,6 +100,7 @@ class Gang:
     def _bring_up(self, config: EngineConfig) -> None:
         timeout = config.start_timeout_s
         rendezvous = _get(self.driver.open_rendezvous.remote(), timeout, "rank 0")
+        self._rendezvous = rendezvous
         ranks = {self.driver.start.remote(): 0}
         for rank, verifier in enumerate(self._actors[1:], start=1):
             ranks[verifier.start.remote(rendezvous)] = rank

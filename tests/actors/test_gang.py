@@ -150,3 +150,9 @@ def test_a_killed_rank_ends_the_stream_with_an_error(pair: Gang) -> None:
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(pair.driver.submit.remote("b", (5,), endless))
     assert isinstance(caught.value.cause, RankFailed)
+
+
+def test_nothing_of_the_rendezvous_is_left(folder: Path) -> None:
+    before = set(Path("/tmp").glob("kdray-*"))
+    Gang.start(model_config(folder, page_size=4, tp=2)).kill()
+    assert set(Path("/tmp").glob("kdray-*")) == before
