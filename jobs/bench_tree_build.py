@@ -41,6 +41,7 @@ from kdray.core.tree import FRACTION_BITS, MIN_LOGPROB
 from kdray.kernels.cuda_trees import (
     DESIGNS,
     THRESHOLD_256,
+    THRESHOLD_1024,
     BuiltTrees,
     TreeDesign,
     build_trees_into,
@@ -58,7 +59,7 @@ BATCHES = (1, 8, 32, 64)
 BUDGETS = (7, 8, 15, 16, 31, 32, 63, 64, 128, 256, 512, 1024)
 UNO_NODES = 128
 UNO_CANDIDATES = 2048  # nodes times candidates
-FEWER_THREADS = replace(THRESHOLD_256, threads=256, defines=(("KDRAY_THRESHOLD_THREADS_256", 256),))
+OTHER_THREADS = {THRESHOLD_256: (256,), THRESHOLD_1024: (256, 1024)}
 Builder = Callable[[Tensor, Tensor, int], object]
 Samples = Mapping[str, Sequence[float]]
 
@@ -174,8 +175,9 @@ def variants(budget: int) -> dict[str, TreeDesign]:
             for unroll in (4, 16, 32):
                 defines = (("KDRAY_POP_UNROLL", unroll),)
                 found[f"{name} unroll {unroll}"] = replace(design, defines=defines)
-        if design is THRESHOLD_256:
-            found[f"{name} threads 256"] = FEWER_THREADS
+        for threads in OTHER_THREADS.get(design, ()):
+            defines = ((f"KDRAY_THRESHOLD_THREADS_{design.max_budget}", threads),)
+            found[f"{name} threads {threads}"] = replace(design, threads=threads, defines=defines)
     return found
 
 

@@ -21,8 +21,9 @@
 // Grid R blocks, one a request; nothing is shared between requests. Entries, by the greatest N:
 //   build_tree_pop_{32,64,128}   32 threads, N <= 1 + that: branch-free pops (build_tree_pop.cuh);
 //                                static shared memory 10 to 24 KB
-//   build_tree_threshold_{256,1024}  256 (or 512) and 512 threads, N <= 1 + that: count, expand,
-//                                rank (build_tree_threshold.cuh); dynamic shared memory 48, 97 KB
+//   build_tree_threshold_{256,1024}  512 threads (other powers of two by -D), N <= 1 + that:
+//                                count, expand, rank (build_tree_threshold.cuh); dynamic shared
+//                                memory 50 and 98 KB
 // Limits: 0 <= L <= 15, 0 <= K <= 64, 1 <= N <= 1025; any score <= 0.
 // Integers only: equal to core.tree.build_tree bit for bit, whatever the ties. No atomic's order
 // shows in the result.
@@ -36,6 +37,9 @@
 #ifndef KDRAY_THRESHOLD_THREADS_256
 #define KDRAY_THRESHOLD_THREADS_256 512
 #endif
+#ifndef KDRAY_THRESHOLD_THREADS_1024
+#define KDRAY_THRESHOLD_THREADS_1024 512
+#endif
 
 struct Outputs {
     int *token, *parent, *depth, *score, *position, *mask, *num_nodes, *first_child, *next_sibling;
@@ -46,38 +50,48 @@ struct Inputs {
     int L, K, N;
 };
 
-__device__ __forceinline__ TreeRow tree_row(const Outputs& out, const Inputs& in)
+// What is read of a request besides its rows; on its way while other work goes on.
+struct Request {
+    int root;
+    int base;
+    int asked;  // draft nodes
+};
+
+__device__ __forceinline__ Request read_request(const Inputs& in)
 {
-    const size_t r = blockIdx.x;
-    const size_t row = r * in.N;
+    const unsigned r = blockIdx.x;
+    return Request{in.roots[r], in.base == nullptr ? 0 : in.base[r], in.budgets[r]};
+}
+
+// Without candidates there are no rows.
+__device__ __forceinline__ Candidates candidates(const Inputs& in)
+{
+    const size_t start = (size_t)blockIdx.x * (unsigned)(in.L * in.K);
+    const bool any = in.K > 0 && in.N > 1;
+    return Candidates{in.token + start, in.score + start, any ? in.L : 0, in.K};
+}
+
+__device__ __forceinline__ TreeRow tree_row(const Outputs& out, const Inputs& in,
+                                            const Request& request)
+{
+    const unsigned r = blockIdx.x;
+    const unsigned N = in.N, W = (N + 31) / 32;
+    const size_t row = (size_t)r * N;
     TreeRow tree;
     tree.token = out.token + row;
     tree.parent = out.parent + row;
     tree.depth = out.depth + row;
     tree.score = out.score + row;
     tree.position = out.position == nullptr ? nullptr : out.position + row;
+    tree.mask = (unsigned*)out.mask + (size_t)r * (N * W);
     tree.num_nodes = out.num_nodes + r;
     tree.first_child = out.first_child == nullptr ? nullptr : out.first_child + row;
     tree.next_sibling = out.next_sibling == nullptr ? nullptr : out.next_sibling + row;
     tree.N = in.N;
-    tree.W = (in.N + 31) / 32;
-    tree.mask = (unsigned*)out.mask + row * tree.W;
-    tree.root = in.roots[r];
-    tree.base = in.base == nullptr ? 0 : in.base[r];
+    tree.W = (int)W;
+    tree.root = request.root;
+    tree.base = request.base;
     return tree;
-}
-
-// Without candidates there are no rows.
-__device__ __forceinline__ Candidates candidates(const Inputs& in)
-{
-    const size_t start = (size_t)blockIdx.x * in.L * in.K;
-    const bool any = in.K > 0 && in.N > 1;
-    return Candidates{in.token + start, in.score + start, any ? in.L : 0, in.K};
-}
-
-__device__ __forceinline__ int own_budget(const Inputs& in)
-{
-    return max(0, min(in.budgets[blockIdx.x], in.N - 1));
 }
 
 template <int SLOTS>
@@ -85,11 +99,12 @@ __device__ __forceinline__ void build_tree_pop(const Outputs& out, const Inputs&
                                                PopShared<SLOTS>& s)
 {
     const Candidates rows = candidates(in);
-    const int fours = max(1, (min(in.K, in.N - 1) + 3) / 4);
-    const TreeRow tree = tree_row(out, in);
-    const int count = build_by_popping(rows, own_budget(in), fours, s);
+    const Request request = read_request(in);
+    const int fours = max(1, (int)((unsigned)(min(in.K, in.N - 1) + 3) / 4));
+    const int count = build_by_popping(rows, request.asked, in.N - 1, fours, s);
     copy_async_wait();
     __syncwarp();
+    const TreeRow tree = tree_row(out, in, request);
     write_columns<32>(tree, s.record, count,
                       [&](int depth, int rank) { return s.token[4 * fours * depth + rank]; });
     if constexpr (SLOTS == 1)
@@ -105,9 +120,9 @@ __device__ __forceinline__ void build_tree_threshold(const Outputs& out, const I
 {
     auto& s = *(ThresholdShared<Shape>*)shared;
     const Candidates rows = candidates(in);
-    const TreeRow tree = tree_row(out, in);
-    clear_mask<Shape::THREADS>(tree);
-    const int count = build_by_threshold(rows, own_budget(in), s);
+    const Request request = read_request(in);
+    const TreeRow tree = tree_row(out, in, request);
+    const int count = build_by_threshold(rows, request.asked, in.N - 1, tree, s);
     __syncthreads();
     write_columns<Shape::THREADS>(
         tree, s.record, count,
@@ -148,7 +163,7 @@ build_tree_pop_128(KDRAY_BUILD_TREE_ARGUMENTS)
 }
 
 using Threshold256 = ThresholdShape<KDRAY_THRESHOLD_THREADS_256, 2048, 1024, 256>;
-using Threshold1024 = ThresholdShape<512, 4352, 2048, 1024>;
+using Threshold1024 = ThresholdShape<KDRAY_THRESHOLD_THREADS_1024, 4352, 2048, 1024>;
 static_assert(sizeof(ThresholdShared<Threshold256>) <= 50 * 1024, "as the launcher asks");
 static_assert(sizeof(ThresholdShared<Threshold1024>) <= 98 * 1024, "as the launcher asks");
 
@@ -160,7 +175,7 @@ build_tree_threshold_256(KDRAY_BUILD_TREE_ARGUMENTS)
     build_tree_threshold<Threshold256>(KDRAY_OUTPUTS, KDRAY_INPUTS, threshold_shared);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(KDRAY_THRESHOLD_THREADS_1024)
 build_tree_threshold_1024(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     build_tree_threshold<Threshold1024>(KDRAY_OUTPUTS, KDRAY_INPUTS, threshold_shared);

@@ -96,17 +96,35 @@ __device__ __forceinline__ void store2_if(bool taken, SharedAddress address, int
                  :: "r"((int)taken), "r"(address), "r"(x), "r"(y));
 }
 
-// Global to shared without a register or a wait; both 16-byte aligned (or 4, for the small one).
-__device__ __forceinline__ void copy_async16(void* to, const void* from)
+__device__ __forceinline__ void store4_if(bool taken, SharedAddress address, int4 v)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(shared_address(to)), "l"(from) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; "
+                 "@p st.shared.v4.b32 [%1], {%2, %3, %4, %5}; }"
+                 :: "r"((int)taken), "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
-__device__ __forceinline__ void copy_async4(void* to, const void* from)
+// Global to shared without a register or a wait; both 16-byte aligned (or 4, for the small one).
+__device__ __forceinline__ void copy_async16_if(bool taken, void* to, const void* from)
 {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                 :: "r"(shared_address(to)), "l"(from) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; "
+                 "@p cp.async.cg.shared.global [%1], [%2], 16; }"
+                 :: "r"((int)taken), "r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_async4_if(bool taken, void* to, const void* from)
+{
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; "
+                 "@p cp.async.ca.shared.global [%1], [%2], 4; }"
+                 :: "r"((int)taken), "r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// A value loaded long before is first looked at here: the compiler may not pull its use, and with
+// it the wait, in front of what stands above.
+__device__ __forceinline__ int use_from_here(int value)
+{
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // This thread's copies have arrived; others see them after the next barrier.
@@ -137,8 +155,19 @@ __device__ inline void store2_if(bool taken, SharedAddress address, int x, int y
 {
     if (taken) *(int2*)simt::shared_pointer(address, sizeof(int2)) = int2{x, y};
 }
-__device__ inline void copy_async16(void* to, const void* from) { simt::copy_later(to, from, 16); }
-__device__ inline void copy_async4(void* to, const void* from) { simt::copy_later(to, from, 4); }
+__device__ inline void store4_if(bool taken, SharedAddress address, int4 v)
+{
+    if (taken) *(int4*)simt::shared_pointer(address, sizeof(int4)) = v;
+}
+__device__ inline void copy_async16_if(bool taken, void* to, const void* from)
+{
+    if (taken) simt::copy_later(to, from, 16);
+}
+__device__ inline void copy_async4_if(bool taken, void* to, const void* from)
+{
+    if (taken) simt::copy_later(to, from, 4);
+}
+__device__ inline int use_from_here(int value) { return value; }
 __device__ inline void copy_async_wait() { simt::copy_wait(); }
 
 #endif

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "build_tree_common.cuh"
+#include "build_tree_exact.cuh"
 
 #ifndef KDRAY_POP_UNROLL
 #define KDRAY_POP_UNROLL 8  // 4, 8, 16 or 32
@@ -166,7 +167,7 @@ __device__ __forceinline__ void pop_phases(Frontier<SLOTS>& f, Turn& turn, const
 
 __device__ __forceinline__ int clamped_key(int score) { return max(score, LOWEST_SCORE) * 16; }
 
-// Four candidates of a row as steps; `before` is the score in front of them, 0 at the row's start.
+// Four candidates of a row as steps; `before` is the score in front of them, if they are not first.
 __device__ __forceinline__ int4 steps_of(int4 score, int before, bool first)
 {
     const int a = clamped_key(score.x), b = clamped_key(score.y);
@@ -180,54 +181,61 @@ __device__ __forceinline__ int4 end_of_row(int last_score)
     return int4{LOWEST_STEP - clamped_key(last_score), 0, 0, 0};
 }
 
-__device__ __forceinline__ int score_at(const Candidates& rows, int depth, int rank)
+// Four candidates from `rank` on, and their tokens on their way to `token`.
+template <bool ALIGNED>
+__device__ __forceinline__ int4 read_four(const Candidates& rows, int at, int rank, bool inside,
+                                          int* token)
 {
-    return rank < rows.K ? rows.score[depth * rows.K + rank] : ABSENT;
+    if constexpr (ALIGNED) {
+        copy_async16_if(inside, token, rows.token + at);
+        return *(const int4*)(rows.score + at);
+    } else {
+        int score[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const bool there = rank + k < rows.K;
+            copy_async4_if(inside && there, token + k, rows.token + at + k);
+            score[k] = there ? rows.score[at + k] : ABSENT;
+        }
+        return int4{score[0], score[1], score[2], score[3]};
+    }
 }
 
-// Fills the table and sends for the tokens. `fours` candidates of each row, by four, are used.
-template <int SLOTS>
+// Fills the table and sends for the tokens. `fours` candidates of each row, by four, are used;
+// AT_ONCE of them are loaded by a lane before it looks at the first.
+template <bool ALIGNED, int AT_ONCE, int SLOTS>
 __device__ __forceinline__ void read_rows(const Candidates& rows, int fours, int lane,
                                           PopShared<SLOTS>& s)
 {
+    const SharedAddress table = shared_address(s.table);
     const int stride = 4 * fours + 4;
-    const int quads = rows.L * fours;
-    const int inverse = (65535 + fours) / fours;  // quad / fours = quad * inverse >> 16
-    const bool aligned = rows.K % 4 == 0 && ((size_t)rows.score | (size_t)rows.token) % 16 == 0;
-    constexpr int AT_ONCE = 4;
+    const int log_fours = 32 - __clz(fours - 1);  // up to a power of two: no division
+    const int quads = rows.L << log_fours;
     for (int start = 0; start < quads; start += 32 * AT_ONCE) {
         int4 score[AT_ONCE];
         int before[AT_ONCE];
-        int depth[AT_ONCE];
+        SharedAddress place[AT_ONCE];
         int rank[AT_ONCE];
+        bool inside[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
+            // Lanes beyond the rows read the first candidates and store nothing.
             const int quad = start + 32 * i + lane;
-            depth[i] = quad * inverse >> 16;
-            rank[i] = 4 * (quad - depth[i] * fours);
-            before[i] = 0;
-            score[i] = int4{ABSENT, ABSENT, ABSENT, ABSENT};
-            if (quad >= quads) continue;
-            const int at = depth[i] * rows.K + rank[i];
-            if (rank[i] > 0) before[i] = rows.score[at - 1];
-            if (aligned) {
-                score[i] = *(const int4*)(rows.score + at);
-                copy_async16(&s.token[4 * quad], rows.token + at);
-            } else {
-                score[i] = int4{score_at(rows, depth[i], rank[i]),
-                                score_at(rows, depth[i], rank[i] + 1),
-                                score_at(rows, depth[i], rank[i] + 2),
-                                score_at(rows, depth[i], rank[i] + 3)};
-                for (int k = 0; k < 4 && rank[i] + k < rows.K; ++k)
-                    copy_async4(&s.token[4 * quad + k], rows.token + at + k);
-            }
+            const int four = quad & ((1 << log_fours) - 1);
+            inside[i] = quad < quads && four < fours;
+            const int depth = inside[i] ? quad >> log_fours : 0;
+            rank[i] = inside[i] ? 4 * four : 0;
+            const int at = depth * rows.K + rank[i];
+            before[i] = rows.score[rank[i] > 0 ? at - 1 : at];
+            int* token = &s.token[4 * fours * depth + rank[i]];
+            score[i] = read_four<ALIGNED>(rows, at, rank[i], inside[i], token);
+            place[i] = table + ((MAX_DEPTH - depth) * stride + rank[i]) * 4;
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (start + 32 * i + lane >= quads) continue;
-            int* row = s.table + (MAX_DEPTH - depth[i]) * stride + rank[i];
-            *(int4*)row = steps_of(score[i], before[i], rank[i] == 0);
-            if (rank[i] == 4 * fours - 4) *(int4*)(row + 4) = end_of_row(score[i].w);
+            store4_if(inside[i], place[i], steps_of(score[i], before[i], rank[i] == 0));
+            const bool last = rank[i] == 4 * fours - 4;
+            store4_if(inside[i] && last, place[i] + 16, end_of_row(score[i].w));
         }
     }
     // Nodes at depth L have no children.
@@ -254,14 +262,24 @@ __device__ __forceinline__ int settle_records(PopShared<SLOTS>& s, int stride, i
     return count;
 }
 
-// Builds one request's tree into s.record; returns its number of draft nodes.
+// Builds one request's tree into s.record; returns its number of draft nodes, which are at most
+// `asked` and `limit`.
 template <int SLOTS>
-__device__ __forceinline__ int build_by_popping(const Candidates& rows, int budget, int fours,
-                                                PopShared<SLOTS>& s)
+__device__ __forceinline__ int build_by_popping(const Candidates& rows, int asked, int limit,
+                                                int fours, PopShared<SLOTS>& s)
 {
     const int lane = threadIdx.x;
-    read_rows(rows, fours, lane, s);
+    const bool aligned = rows.K % 4 == 0 && ((size_t)rows.score | (size_t)rows.token) % 16 == 0;
+    if (!aligned)
+        read_rows<false, 4>(rows, fours, lane, s);
+    else if (rows.L * fours <= 32)
+        read_rows<true, 1>(rows, fours, lane, s);
+    else if (rows.L * fours <= 64)
+        read_rows<true, 2>(rows, fours, lane, s);
+    else
+        read_rows<true, 4>(rows, fours, lane, s);
     __syncwarp();
+    const int budget = max(0, min(use_from_here(asked), limit));
 
     const PopTable table{shared_address(s.table), 4 * (4 * fours + 4)};
     const int4 row = load4(table.start + ROOT_KEY * table.stride);

@@ -17,6 +17,7 @@
 
 #include "build_tree_common.cuh"
 #include "build_tree_exact.cuh"
+#include "build_tree_output.cuh"
 
 constexpr int COST_LIMIT = -SCORE_FLOOR;  // sums saturate here
 constexpr int NO_COST = 1 << 30;          // of an absent candidate
@@ -39,7 +40,6 @@ struct ThresholdShape {
 template <class Shape>
 struct ThresholdShared {
     int cost[MAX_DEPTH][MAX_WIDTH];
-    unsigned short deviation[MAX_DEPTH][MAX_WIDTH];  // in bins of the count
     int spine[MAX_DEPTH + 1];                        // cost of the best prefix of each depth
     int ranks[MAX_DEPTH];                            // of a row that can matter
     int level_size[MAX_DEPTH + 1];
@@ -48,7 +48,8 @@ struct ThresholdShared {
     unsigned tied_levels;
     int count;
     // By node, in order of arrival; node 0 is the root.
-    unsigned order[Shape::CAPACITY];   // cost << 4 | depth. Later, by place: order among equals
+    // cost << 4 | depth. Before: the rows of the count. Later, by place: order among equals.
+    alignas(16) unsigned order[Shape::CAPACITY];
     unsigned origin[Shape::CAPACITY];  // parent << 8 | rank
     unsigned short rank[Shape::CAPACITY];  // arrival in its bin, then place in the tree - 1
     // By place, that is sorted by bin.
@@ -79,7 +80,9 @@ __device__ __forceinline__ void read_costs(const Candidates& rows, int width,
     __syncthreads();
     if (threadIdx.x <= rows.L) {
         int sum = 0;
-        for (int d = 0; d < (int)threadIdx.x; ++d) sum = min(sum + s.cost[d][0], NO_COST);
+#pragma unroll
+        for (int d = 0; d < MAX_DEPTH; ++d)
+            if (d < (int)threadIdx.x) sum = min(sum + s.cost[d][0], NO_COST);
         s.spine[threadIdx.x] = sum;
     }
     __syncthreads();
@@ -95,15 +98,18 @@ __device__ __forceinline__ int count_prefixes(int L, int width, int budget, int 
     const int round_up = (1 << shift) - 1;
     // Two histograms, each with BINS zeros in front for what lies below the first bin.
     int* histogram = (int*)s.sorted + BINS;
+    // By row, how many bins each candidate lies behind the best; BINS, that is in the zeros, for
+    // those too far and those that fill the row up to a multiple of AT_ONCE.
+    constexpr int AT_ONCE = 8;
+    auto deviation = (int (*)[MAX_WIDTH])s.order;
 
     for (int i = me; i < L * MAX_WIDTH; i += Shape::THREADS) {
         const int depth = i / MAX_WIDTH, rank = i % MAX_WIDTH;
-        if (rank >= width) continue;
         const int best = s.cost[depth][0];
-        const int here = min((s.cost[depth][rank] - best + round_up) >> shift, BINS);
-        const int behind =
-            rank + 1 < width ? (s.cost[depth][rank + 1] - best + round_up) >> shift : BINS;
-        s.deviation[depth][rank] = (unsigned short)here;
+        int here = BINS, behind = BINS;
+        if (rank < width) here = min((s.cost[depth][rank] - best + round_up) >> shift, BINS);
+        if (rank + 1 < width) behind = (s.cost[depth][rank + 1] - best + round_up) >> shift;
+        deviation[depth][rank] = here;
         if (here < BINS && behind >= BINS) s.ranks[depth] = rank + 1;
     }
     histogram[me - BINS] = histogram[me + BINS] = 0;
@@ -119,10 +125,13 @@ __device__ __forceinline__ int count_prefixes(int L, int width, int budget, int 
         int sum = 0;
         if (me < BINS - start) {
             const int ranks = s.ranks[d];
-            const int* from = histogram + now + me;
-            const unsigned short* deviation = s.deviation[d];
-#pragma unroll 4
-            for (int k = 0; k < ranks; ++k) sum += from[-(int)deviation[k]];
+            const int* own = histogram + now + me;
+            for (int k = 0; k < ranks; k += AT_ONCE) {
+                const int4 near = *(const int4*)&deviation[d][k];
+                const int4 far = *(const int4*)&deviation[d][k + 4];
+                sum += own[-near.x] + own[-near.y] + own[-near.z] + own[-near.w];
+                sum += own[-far.x] + own[-far.y] + own[-far.z] + own[-far.w];
+            }
         }
         now = 2 * BINS - now;
         histogram[now + me] = min(sum, MANY);
@@ -141,8 +150,10 @@ __device__ __forceinline__ int find_bound(int L, int width, int budget, Threshol
 {
     constexpr int BINS = Shape::THREADS;
     constexpr int FINE_ENOUGH = 3 * BINS / 16;
-    constexpr int LOG_BINS = BINS == 512 ? 9 : 8;
-    static_assert(BINS == 256 || BINS == 512, "the bins' logarithm is written out");
+    constexpr int LOG_BINS = 31 - __builtin_clz(BINS);
+    static_assert(BINS == 1 << LOG_BINS, "bins are a power of two");
+    static_assert(4 * BINS <= Shape::CAPACITY, "two histograms and their zeros fit s.sorted");
+    static_assert(MAX_DEPTH * MAX_WIDTH <= Shape::CAPACITY, "the count's rows fit s.order");
     int shift = 26 - LOG_BINS;  // 16 nat: fits nearly every tree
     for (;;) {
         const int bin = count_prefixes(L, width, budget, shift, s);
@@ -315,15 +326,18 @@ __device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
     }
 }
 
-// Builds one request's tree into s.record; returns its number of draft nodes.
+// Builds one request's tree into s.record, its mask cleared meanwhile; returns its number of draft
+// nodes, which are at most `asked` and `limit`.
 template <class Shape>
-__device__ __forceinline__ int build_by_threshold(const Candidates& rows, int budget,
-                                                  ThresholdShared<Shape>& s)
+__device__ __forceinline__ int build_by_threshold(const Candidates& rows, int asked, int limit,
+                                                  const TreeRow& tree, ThresholdShared<Shape>& s)
 {
     const int me = threadIdx.x;
+    read_costs(rows, min(rows.K, limit), s);
+    clear_mask<Shape::THREADS>(tree);
+    const int budget = max(0, min(use_from_here(asked), limit));
     const int width = min(rows.K, budget);  // no node of the tree has a higher rank
-    if (budget == 0 || rows.L == 0 || width == 0) return 0;
-    read_costs(rows, width, s);
+    if (width == 0 || rows.L == 0) return 0;
     const int bound = find_bound(rows.L, width, budget, s);
     const int end = expand(rows.L, width, bound, s);
     if (end > Shape::CAPACITY) {

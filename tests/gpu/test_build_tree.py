@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import numpy as np
@@ -297,12 +297,15 @@ def test_it_runs_on_the_current_stream(loader: KernelLoader, design: TreeDesign)
         for unroll in (4, 16, 32)
     ]
     + [
-        TreeDesign(
-            entry=THRESHOLD_256.entry,
-            max_budget=256,
-            threads=256,
-            shared_bytes=THRESHOLD_256.shared_bytes,
-            defines=(("KDRAY_THRESHOLD_THREADS_256", 256),),
+        replace(
+            made_of,
+            threads=threads,
+            defines=((f"KDRAY_THRESHOLD_THREADS_{made_of.max_budget}", threads),),
+        )
+        for made_of, threads in (
+            (THRESHOLD_256, 256),
+            (THRESHOLD_1024, 256),
+            (THRESHOLD_1024, 1024),
         )
     ],
     ids=lambda design: str(design.defines),

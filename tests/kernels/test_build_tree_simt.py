@@ -154,15 +154,15 @@ def test_compile_time_choices_change_nothing(defines: tuple[tuple[str, int], ...
     assert_equals_core(build(case, 65, design), case)
 
 
-def test_fewer_threads_change_nothing() -> None:
-    design = TreeDesign(
-        entry=THRESHOLD_256.entry,
-        max_budget=256,
-        threads=256,
-        defines=(("KDRAY_THRESHOLD_THREADS_256", 256),),
-    )
-    case = case_of(np.random.default_rng(6), depth=15, width=20, budgets=[256, 100] * len(KINDS))
-    assert_equals_core(build(case, 257, design), case)
+@pytest.mark.parametrize(
+    ("made_of", "threads"), [(THRESHOLD_256, 256), (THRESHOLD_1024, 256), (THRESHOLD_1024, 1024)]
+)
+def test_another_number_of_threads_changes_nothing(made_of: TreeDesign, threads: int) -> None:
+    limit = made_of.max_budget
+    defines = ((f"KDRAY_THRESHOLD_THREADS_{limit}", threads),)
+    design = TreeDesign(entry=made_of.entry, max_budget=limit, threads=threads, defines=defines)
+    case = case_of(np.random.default_rng(6), depth=15, width=20, budgets=[limit, 100, limit] * 3)
+    assert_equals_core(build(case, limit + 1, design), case)
 
 
 @pytest.mark.parametrize("design", [POP_32, POP_128, THRESHOLD_256], ids=name_of)
