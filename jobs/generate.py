@@ -50,14 +50,14 @@ class Line:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
-        config = engine_config(arguments)
+        config, sampling = engine_config(arguments), sampling_of(arguments)
         sources = read_sources(arguments)
         connect(min_cpus=config.tp + 1)
         from kdray.actors.gang import Gang
 
         gang = Gang.start(config)
         try:
-            return run(gang, arguments, sources)
+            return run(gang, arguments, sampling, sources)
         finally:
             gang.stop()
     except KdrayError as error:
@@ -88,7 +88,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_sources(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     sources = [{"prompt": prompt} for prompt in arguments.prompt or ()]
     if arguments.input is not None:
-        lines = arguments.input.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = arguments.input.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise KdrayError(f"--input {arguments.input} cannot be read: {error}") from None
         sources += [parse_line(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
     return sources or [{"prompt": DEFAULT_PROMPT}]
 
@@ -103,20 +106,29 @@ def parse_line(number: int, line: str) -> dict[str, Any]:
     return value
 
 
-def run(gang: Any, arguments: argparse.Namespace, sources: list[dict[str, Any]]) -> int:
-    import ray
-
-    tokenizer = Tokenizer.from_folder(gang.info["model_folder"])
-    lines = [encode(n, source, tokenizer, arguments) for n, source in enumerate(sources)]
-    sampling = SamplingParams(
+def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         seed=arguments.seed,
         ignore_eos=arguments.ignore_eos,
-        stop_token_ids=() if arguments.ignore_eos else tuple(sorted(tokenizer.end_token_ids)),
     )
+
+
+def run(
+    gang: Any,
+    arguments: argparse.Namespace,
+    sampling: SamplingParams,
+    sources: list[dict[str, Any]],
+) -> int:
+    import ray
+
+    tokenizer = Tokenizer.from_folder(gang.info["model_folder"])
+    if not sampling.ignore_eos:
+        sampling = replace(sampling, stop_token_ids=tuple(sorted(tokenizer.end_token_ids)))
+    lines = [encode(n, source, tokenizer, arguments) for n, source in enumerate(sources)]
     before = ray.get(gang.driver.stats.remote())
     messages = gang.driver.outputs.options(num_returns="streaming").remote()
     start = time.perf_counter()

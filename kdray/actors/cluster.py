@@ -30,6 +30,7 @@ def connect(*, min_cpus: int, min_gpus: int | None = None) -> None:
     import ray
 
     ray.init(
+        "local",  # not whatever cluster happens to run on this machine
         num_cpus=max(os.cpu_count() or 1, min_cpus),
         num_gpus=min_gpus,
         object_store_memory=_OBJECT_STORE_BYTES,
