@@ -5,14 +5,14 @@ Format: a Qwen3-shaped config with a `dflash_config` part, as z-lab publishes th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdray.errors import CheckpointError, UnsupportedModel
+from kdray.errors import CheckpointError
 from kdray.model.config import Yarn
+from kdray.model.json_fields import JsonFields, read_json
 
 # Parts of younger drafters that change the forward pass; a drafter that has one must not be run
 # as if it had none.
@@ -69,11 +69,11 @@ class DFlashConfig:
 
 def read_config(path: Path) -> DFlashConfig:
     """The config of a DFlash folder; CheckpointError or UnsupportedModel says what is wrong."""
-    fields = _Fields(path)
+    fields = _read_fields(path)
     _refuse_what_is_not_served(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise fields.error(
             f"num_attention_heads {num_heads} is not a multiple of "
@@ -87,7 +87,7 @@ def read_config(path: Path) -> DFlashConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        head_dim=fields.integer("head_dim", default=hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         vocab_size=fields.integer("vocab_size"),
         block_size=_block_size(fields),
@@ -108,53 +108,16 @@ def default_target_layer_ids(num_target_layers: int, num_layers: int) -> tuple[i
     return tuple(round(1 + i * step) for i in range(num_layers))
 
 
-class _Fields:
+def _read_fields(path: Path) -> JsonFields:
     """Fields of a config.json; those of `dflash_config` come before those at the top."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            top = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: a DFlash folder needs one") from None
-        except (OSError, ValueError) as cause:
-            raise CheckpointError(f"{path} cannot be read: {cause}") from cause
-        if not isinstance(top, dict):
-            raise CheckpointError(f"{path} holds no JSON object")
-        nested = top.get("dflash_config") or {}
-        if not isinstance(nested, dict):
-            raise self.error("dflash_config is not an object")
-        self._values: Mapping[str, Any] = {**top, **nested}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise self.error(f"{name} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{name} must be a positive integer, got {value!r}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(f"{name} must be a number, got {value!r}")
-        return float(value)
-
-    def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}")
-
-    def refusal(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.path}: {what}")
+    top = read_json(path)
+    nested = top.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{path}: dflash_config is not an object")
+    return JsonFields({**top, **nested}, path)
 
 
-def _refuse_what_is_not_served(fields: _Fields) -> None:
+def _refuse_what_is_not_served(fields: JsonFields) -> None:
     if fields.get("speculators_model_type") or fields.get("aux_hidden_state_layer_ids"):
         raise fields.refusal(
             "drafters in the speculators format are not supported yet; "
@@ -169,7 +132,7 @@ def _refuse_what_is_not_served(fields: _Fields) -> None:
     for name in _NEUTRAL_AT_ONE:
         if fields.get(name, 1) != 1:
             raise fields.refusal(f"drafters with {name} are not supported yet")
-    for name in fields:
+    for name in fields.values:
         if name.startswith("lilicorr"):
             raise fields.refusal(f"drafters with {name} are not supported yet")
     if fields.get("tie_word_embeddings", False):
@@ -182,14 +145,11 @@ def _refuse_what_is_not_served(fields: _Fields) -> None:
         raise fields.refusal(f"hidden_act must be silu, got {fields.get('hidden_act')!r}")
 
 
-def _block_size(fields: _Fields) -> int:
-    size = fields.integer("block_size")
-    if size < 2:
-        raise fields.error("block_size must be at least 2: the root and one masked slot")
-    return size
+def _block_size(fields: JsonFields) -> int:
+    return fields.integer("block_size", at_least=2)  # the root and one masked slot
 
 
-def _mask_token_id(fields: _Fields) -> int:
+def _mask_token_id(fields: JsonFields) -> int:
     token, vocab_size = fields.get("mask_token_id"), fields.integer("vocab_size")
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
         raise fields.error(
@@ -198,7 +158,9 @@ def _mask_token_id(fields: _Fields) -> int:
     return token
 
 
-def _target_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+def _target_layer_ids(
+    fields: JsonFields, num_layers: int, num_target_layers: int
+) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
     if ids is None:
         return default_target_layer_ids(num_target_layers, num_layers)
@@ -212,14 +174,14 @@ def _target_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int) 
     return tuple(ids)
 
 
-def _visibility(fields: _Fields, num_layers: int) -> tuple[DraftVisibility, ...]:
+def _visibility(fields: JsonFields, num_layers: int) -> tuple[DraftVisibility, ...]:
     types = fields.get("layer_types", ["full_attention"] * num_layers)
     if not isinstance(types, list) or len(types) != num_layers:
         raise fields.error(f"layer_types must have one entry for each of the {num_layers} layers")
     return tuple(_layer_visibility(fields, layer_type) for layer_type in types)
 
 
-def _layer_visibility(fields: _Fields, layer_type: str) -> DraftVisibility:
+def _layer_visibility(fields: JsonFields, layer_type: str) -> DraftVisibility:
     """Sliding layers are causal inside the block unless is_causal says otherwise, full ones not."""
     if layer_type not in ("full_attention", "sliding_attention"):
         raise fields.refusal(f"layer type {layer_type!r} is not supported yet")
@@ -230,7 +192,7 @@ def _layer_visibility(fields: _Fields, layer_type: str) -> DraftVisibility:
     return DraftVisibility(causal=causal, window=fields.integer("sliding_window"))
 
 
-def _rope(fields: _Fields) -> tuple[float, Yarn | None]:
+def _rope(fields: JsonFields) -> tuple[float, Yarn | None]:
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
         raise fields.refusal("rope parameters that differ by layer are not supported yet")
@@ -247,7 +209,7 @@ def _rope(fields: _Fields) -> tuple[float, Yarn | None]:
     return float(theta), _yarn(fields, scaling)
 
 
-def _yarn(fields: _Fields, scaling: Mapping[str, Any]) -> Yarn:
+def _yarn(fields: JsonFields, scaling: Mapping[str, Any]) -> Yarn:
     for name in ("factor", "original_max_position_embeddings"):
         if not isinstance(scaling.get(name), int | float):
             raise fields.error(f"yarn rope needs {name}")

@@ -49,17 +49,21 @@ class JsonFields:
         """Absent is fine: transformers drops fields that have one value in the whole family."""
         value = self.get(name, allowed)
         if value != allowed:
-            raise UnsupportedModel(
-                f"{self.path}: {name} = {value!r} is not supported, only {allowed!r} is"
-            )
+            raise self.refusal(f"{name} = {value!r} is not supported, only {allowed!r} is")
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}")
+
+    def refusal(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path}: {what}")
 
     def wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {name} must be {wanted}, found {value!r}")
+        return self.error(f"{name} must be {wanted}, found {value!r}")
 
     def _required(self, name: str, default: Any) -> Any:
         value = self.get(name, default)
         if value is None:
-            raise CheckpointError(f"{self.path}: field {name} is missing")
+            raise self.error(f"field {name} is missing")
         return value
 
 

@@ -11,8 +11,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from kdray.core.request import SamplingParams
+from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed, KdrayError
-from kdray.serve.engine import EngineInfo, EngineStats, RequestDelta
+from kdray.serve.engine import EngineInfo, RequestDelta
 
 log = logging.getLogger("kdray.serve")
 Result = TypeVar("Result")
@@ -70,8 +71,8 @@ class DriverClient:
         if self._failure is None:
             await _result(self._driver.abort.remote(request_id))
 
-    async def stats(self) -> EngineStats:
-        return EngineStats.from_mapping(await _result(self._driver.stats.remote()))
+    async def stats(self) -> DriverStats:
+        return DriverStats(**await _result(self._driver.stats.remote()))
 
     def healthy(self) -> str | None:
         return self._failure

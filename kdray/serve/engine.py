@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 from kdray.core.request import SamplingParams
+from kdray.driver.step_loop import DriverStats
 
 
 class EngineClient(Protocol):
@@ -25,7 +26,7 @@ class EngineClient(Protocol):
     async def abort(self, request_id: str) -> None:
         """Stop a request and free what it holds; nothing happens where it is unknown."""
 
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> DriverStats: ...
 
     def healthy(self) -> str | None:
         """None, or why the engine cannot serve."""
@@ -70,32 +71,6 @@ class RequestDelta:
     accept_length: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counters since the engine started, and gauges of this moment.
-
-    accept_lengths   accept length -> speculative steps of single requests that gained so many
-    stage_seconds    verb (schedule, draft, build, verify, accept, commit) -> wall-clock seconds
-    verified_rows    rows the target ran: known tokens and draft nodes
-    """
-
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    verified_rows: int = 0
-    preemptions: int = 0
-    accept_lengths: Mapping[int, int] = field(default_factory=dict)
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**_known(cls, values))
 
 
 def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from kdray.serve.engine import EngineStats
+from kdray.driver.step_loop import DriverStats
 from kdray.serve.generation import Choice, Progress
 from kdray.serve.text import ChoiceStep
 
@@ -84,7 +84,7 @@ class ServiceMetrics:
         )
 
 
-def render(service: ServiceMetrics, stats: EngineStats | None) -> str:
+def render(service: ServiceMetrics, stats: DriverStats | None) -> str:
     """The whole page; without the engine's part where it gave no stats."""
     lines = list(service.render())
     lines += _single("engine_up", "gauge", "1 while the engine answers.", int(stats is not None))
@@ -93,7 +93,7 @@ def render(service: ServiceMetrics, stats: EngineStats | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _engine(stats: EngineStats) -> Iterator[str]:
+def _engine(stats: DriverStats) -> Iterator[str]:
     yield from _single("requests_running", "gauge", "Requests in the batch.", stats.running)
     yield from _single("requests_waiting", "gauge", "Requests in the queue.", stats.waiting)
     yield from _single("pages_used", "gauge", "KV pages in use.", stats.pages_used)

@@ -15,11 +15,12 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from kdray.driver.step_loop import DriverStats
 from kdray.errors import InvalidRequest
 from kdray.model.chat import encode_chat
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve import failure, metrics
-from kdray.serve.engine import EngineClient, EngineStats
+from kdray.serve.engine import EngineClient
 from kdray.serve.failure import ClientLeft
 from kdray.serve.generation import Generation, plan_choices
 from kdray.serve.openai import (
@@ -174,7 +175,7 @@ class Surface:
             return EventStream(generation, reply.chunks)
         return JSONResponse(await unless_client_leaves(request.receive, _whole(reply, generation)))
 
-    async def _stats(self) -> EngineStats | None:
+    async def _stats(self) -> DriverStats | None:
         """None where the engine does not answer: the page is wanted most when it is down."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):

@@ -108,8 +108,8 @@ def test_what_is_not_served_is_refused_by_name(
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_target_layers": None}, "num_target_layers is missing"),
         ({"block_size": None}, "block_size is missing"),
-        ({"block_size": 1}, "block_size must be at least 2"),
-        ({"intermediate_size": "48"}, "intermediate_size must be a positive integer"),
+        ({"block_size": 1}, "block_size must be an integer of at least 2"),
+        ({"intermediate_size": "48"}, "intermediate_size must be an integer of at least 1"),
         ({"num_key_value_heads": 3}, "is not a multiple"),
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
@@ -128,7 +128,7 @@ def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         DFlashConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="no JSON object"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
         DFlashConfig.from_folder(tmp_path)
 
 

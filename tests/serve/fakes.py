@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from kdray.core.request import SamplingParams
+from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed
 from kdray.model.tokenizer import Tokenizer
-from kdray.serve.engine import EngineInfo, EngineStats, RequestDelta
+from kdray.serve.engine import EngineInfo, RequestDelta
 
 NUM_BYTES = 256
 SPECIALS = (
@@ -26,7 +27,7 @@ SPECIALS = (
 VOCAB_SIZE = NUM_BYTES + 16
 IM_END = NUM_BYTES + SPECIALS.index("<|im_end|>")
 MAX_MODEL_LEN = 512
-STATS = EngineStats(
+STATS = DriverStats(
     running=2,
     waiting=1,
     pages_used=7,
@@ -113,7 +114,7 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    async def stats(self) -> EngineStats:
+    async def stats(self) -> DriverStats:
         if self.cause is not None:
             raise EngineClosed(self.cause)
         return STATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from kdray.serve.engine import EngineStats
+from kdray.driver.step_loop import DriverStats
 from kdray.serve.metrics import Histogram, ServiceMetrics, render
 from tests.serve.conftest import BuildApp
 from tests.serve.fakes import STATS, FakeEngine, running, steps
@@ -84,7 +84,7 @@ def test_an_engine_that_is_down_leaves_the_rest_readable(app_of: BuildApp) -> No
 
 
 def test_a_fresh_engine_has_an_empty_histogram() -> None:
-    samples = parsed(render(ServiceMetrics(), EngineStats()))
+    samples = parsed(render(ServiceMetrics(), DriverStats()))
     assert value(samples, "accept_length_count") == 0
     assert value(samples, "accept_length_bucket", le="+Inf") == 0
 
