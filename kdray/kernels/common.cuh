@@ -27,10 +27,21 @@ template <class T>
 __device__ __forceinline__ T load_shared_by_blocks(const T* address) {
     return __ldcg(address);
 }
+// float32 arithmetic that no optimisation may fuse or reorder.
+__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 // 2^x within 2^-22 of itself; results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// log2 x within 2^-22, absolute between 1/2 and 2 and else relative.
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 // Maxima that are NaN where an operand is.
@@ -67,6 +78,11 @@ template <class T>
 inline T load_shared_by_blocks(const T* address) {
     return *address;
 }
+inline float plus(float a, float b) { return a + b; }
+inline float minus(float a, float b) { return a - b; }
+inline float multiply(float a, float b) { return a * b; }
+inline float divide(float a, float b) { return a / b; }
+inline float log2_fast(float x) { return log2f(x); }
 inline float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 inline float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 inline u32 bf16_pair_max_or_nan(u32 a, u32 b) {

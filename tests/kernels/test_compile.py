@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kdray.kernels import cuda_topk
+from kdray.kernels import cuda_sampling, cuda_topk
 from kdray.kernels.loader import MAX_BLOCK_BYTES, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 
@@ -23,6 +23,7 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
         cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES
     ],
+    "sample_tokens": [cuda_sampling.defines(dtype) for dtype in cuda_topk.DTYPES],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
