@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
-from kdray.kernels import cuda_accept, cuda_commit, cuda_topk, cuda_trees
+from kdray.kernels import cuda_accept, cuda_commit, cuda_sampling, cuda_topk, cuda_trees
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import AttentionBatch, SamplingRows
@@ -24,8 +24,8 @@ from kdray.kernels.reference import ReferenceOps
 class CudaOps:
     """kernels.ops.Ops on one CUDA device.
 
-    Nothing here waits for the host, save sampling's host-side parameters and the fallbacks. Each
-    workspace belongs to this object: use it on one stream at a time.
+    Nothing waits for the device save sampling, which looks for rows without a finite logit, and
+    what the reference does. Workspaces belong to this object: use it on one stream at a time.
     """
 
     def __init__(self, device: torch.device, loader: KernelLoader | None = None) -> None:
@@ -33,6 +33,7 @@ class CudaOps:
         self.device = self.loader.device
         self._reference = ReferenceOps(self.device)
         self._topk = cuda_topk.CudaTopk(self.loader)
+        self._sampling = cuda_sampling.CudaSampling(self.loader)
         self._commits: dict[tuple[int, ...], _CommitPlan] = {}
 
     def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,21 @@ class CudaOps:
         return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return self._reference.sample_tokens(logits, rows)
+        """As in Ops; what it waits for are the flags of rows without any finite logit, which raise
+        ValueError. Within a graph use CudaSampling, which hands the flags out."""
+        fits = len(logits) > 0 and 0 < logits.shape[1] <= cuda_sampling.MAX_VOCAB
+        if not fits:
+            return self._reference.sample_tokens(logits, rows)
+        if logits.dtype not in cuda_topk.DTYPES:
+            logits = logits.float()
+        drawn = self._sampling.sample_tokens(logits.contiguous(), rows)
+        dead = torch.nonzero(drawn.dead).flatten().tolist()
+        if dead:
+            raise ValueError(
+                f"row {dead[0]}: no finite logit is left to draw from; "
+                "the model's weights or its input are broken"
+            )
+        return drawn.token
 
     def accept_paths(self, trees: DraftTrees, target: Tensor, depth: int) -> AcceptedPaths:
         if trees.token.shape[1] > cuda_accept.MAX_NODES:

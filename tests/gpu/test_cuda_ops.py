@@ -67,6 +67,10 @@ def test_no_rows_draw_no_tokens(ops: CudaOps) -> None:
     assert ops.sample_tokens(torch.zeros(0, 50, device=ops.device), nothing).shape == (0,)
 
 
+def test_rows_without_a_finite_logit_are_named(ops: CudaOps) -> None:
+    against.check_dead_rows(ops)
+
+
 @pytest.mark.parametrize("nodes", [1, 9, 33, 257, 1030])
 def test_accept_paths(ops: CudaOps, nodes: int) -> None:
     against.check_paths(ops, 30, nodes)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -116,6 +117,22 @@ def check_sampling(ops: CudaOps, names: Sequence[str], rows: int, vocab: int, ki
     token = ops.sample_tokens(logits.to(ops.device), addressed)
     assert token.dtype == torch.int32 and token.device == ops.device
     assert torch.equal(token.cpu(), REFERENCE.sample_tokens(logits, addressed))
+
+
+def check_dead_rows(ops: CudaOps) -> None:
+    """The first row without a finite logit is named."""
+    logits = torch.zeros(3, 40)
+    logits[1] = -torch.inf
+    rows = SamplingRows(
+        params=[WISHES["greedy"], WISHES["warm"], WISHES["greedy"]],
+        seed=[1, 2, 3],
+        position=[4, 5, 6],
+        history=[None] * 3,
+        end_token_ids=[frozenset()] * 3,
+    )
+    for some, device in ((ops, ops.device), (REFERENCE, REFERENCE.device)):
+        with pytest.raises(ValueError, match="row 1: no finite logit is left to draw from"):
+            some.sample_tokens(logits.to(device), rows)
 
 
 def check_paths(ops: CudaOps, requests: int, nodes: int) -> None:

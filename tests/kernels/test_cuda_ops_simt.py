@@ -43,6 +43,10 @@ def test_sample_tokens(ops: CudaOps, kind: str) -> None:
     against.check_sampling(ops, list(against.WISHES), 2 * len(against.WISHES), 700, kind)
 
 
+def test_rows_without_a_finite_logit_are_named(ops: CudaOps) -> None:
+    against.check_dead_rows(ops)
+
+
 @pytest.mark.parametrize("nodes", [1, 9, 40, 1030])
 def test_accept_paths(ops: CudaOps, nodes: int) -> None:
     against.check_paths(ops, 6, nodes)
