@@ -68,10 +68,9 @@ class CudaOps:
         if logits.dtype not in cuda_topk.DTYPES:
             logits = logits.float()
         drawn = self._sampling.sample_tokens(logits.contiguous(), rows)
-        dead = torch.nonzero(drawn.dead).flatten().tolist()
-        if dead:
+        if drawn.dead.any().item():
             raise ValueError(
-                f"row {dead[0]}: no finite logit is left to draw from; "
+                f"row {int(drawn.dead.argmax())}: no finite logit is left to draw from; "
                 "the model's weights or its input are broken"
             )
         return drawn.token
