@@ -23,7 +23,7 @@
 //                                static shared memory 10 to 24 KB
 //   build_tree_threshold_{256,1024}  512 threads (other powers of two by -D), N <= 1 + that:
 //                                count, expand, rank (build_tree_threshold.cuh); dynamic shared
-//                                memory 50 and 98 KB
+//                                memory 82 and 98 KB
 // Limits: 0 <= L <= 15, 0 <= K <= 64, 1 <= N <= 1025; any score <= 0.
 // Integers only: equal to core.tree.build_tree bit for bit, whatever the ties. No atomic's order
 // shows in the result.
@@ -162,9 +162,10 @@ build_tree_pop_128(KDRAY_BUILD_TREE_ARGUMENTS)
     build_tree_pop<4>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
-using Threshold256 = ThresholdShape<KDRAY_THRESHOLD_THREADS_256, 2048, 1024, 256>;
-using Threshold1024 = ThresholdShape<KDRAY_THRESHOLD_THREADS_1024, 4352, 2048, 1024>;
-static_assert(sizeof(ThresholdShared<Threshold256>) <= 50 * 1024, "as the launcher asks");
+// So many nodes: all prefixes of two depths of 64 candidates, or three of 16, should they be equal.
+using Threshold256 = ThresholdShape<KDRAY_THRESHOLD_THREADS_256, 4480, 1024, 256>;
+using Threshold1024 = ThresholdShape<KDRAY_THRESHOLD_THREADS_1024, 4864, 2048, 1024>;
+static_assert(sizeof(ThresholdShared<Threshold256>) <= 82 * 1024, "as the launcher asks");
 static_assert(sizeof(ThresholdShared<Threshold1024>) <= 98 * 1024, "as the launcher asks");
 
 extern __shared__ int4 threshold_shared[];

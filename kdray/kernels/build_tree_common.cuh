@@ -47,6 +47,13 @@ __device__ __forceinline__ int record_rank(Record r) { return r.x & 0xffff; }
 __device__ __forceinline__ int key_depth(int key) { return MAX_DEPTH - (key & 15); }
 __device__ __forceinline__ int key_score(int key) { return key >> 4; }
 
+__device__ constexpr int floor_log2(int value)
+{
+    int log = 0;
+    for (; value > 1; value /= 2) ++log;
+    return log;
+}
+
 __device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(FULL_WARP, value); }
 __device__ __forceinline__ unsigned warp_ballot(bool vote)
 {

@@ -11,8 +11,8 @@
 // Goes on from the `count` nodes that records 1 .. count hold, up to `budget`; returns the nodes
 // there are then (root not counted). now and cursor have 32 * GROUPS entries, budget <= 32 * GROUPS.
 template <int GROUPS>
-__device__ __noinline__ int pop_exactly(const Candidates rows, int count, int budget,
-                                        Record* record, int* now, int* cursor)
+__device__ __forceinline__ int pop_exactly(const Candidates& rows, int count, int budget,
+                                           Record* record, int* now, int* cursor)
 {
     const int lane = threadIdx.x & 31;
     for (int i = lane; i < 32 * GROUPS; i += 32) {

@@ -271,7 +271,7 @@ __device__ __forceinline__ int build_by_popping(const Candidates& rows, int aske
     const int lane = threadIdx.x;
     const bool aligned = rows.K % 4 == 0 && ((size_t)rows.score | (size_t)rows.token) % 16 == 0;
     if (!aligned)
-        read_rows<false, 4>(rows, fours, lane, s);
+        read_rows<false, 1>(rows, fours, lane, s);
     else if (rows.L * fours <= 32)
         read_rows<true, 1>(rows, fours, lane, s);
     else if (rows.L * fours <= 64)

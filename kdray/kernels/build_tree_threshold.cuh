@@ -99,18 +99,20 @@ __device__ __forceinline__ int count_prefixes(int L, int width, int budget, int 
     // Two histograms, each with BINS zeros in front for what lies below the first bin.
     int* histogram = (int*)s.sorted + BINS;
     // By row, how many bins each candidate lies behind the best; BINS, that is in the zeros, for
-    // those too far and those that fill the row up to a multiple of AT_ONCE.
+    // those that fill the row up to a multiple of AT_ONCE.
     constexpr int AT_ONCE = 8;
     auto deviation = (int (*)[MAX_WIDTH])s.order;
 
     for (int i = me; i < L * MAX_WIDTH; i += Shape::THREADS) {
         const int depth = i / MAX_WIDTH, rank = i % MAX_WIDTH;
         const int best = s.cost[depth][0];
+        // What lies further behind is beyond the last bin with every prefix in front of it.
+        const int end = max(1, BINS - ((s.spine[depth + 1] + round_up) >> shift));
         int here = BINS, behind = BINS;
         if (rank < width) here = min((s.cost[depth][rank] - best + round_up) >> shift, BINS);
         if (rank + 1 < width) behind = (s.cost[depth][rank + 1] - best + round_up) >> shift;
         deviation[depth][rank] = here;
-        if (here < BINS && behind >= BINS) s.ranks[depth] = rank + 1;
+        if (here < end && behind >= end) s.ranks[depth] = rank + 1;
     }
     histogram[me - BINS] = histogram[me + BINS] = 0;
     histogram[me] = me == 0;
@@ -150,7 +152,7 @@ __device__ __forceinline__ int find_bound(int L, int width, int budget, Threshol
 {
     constexpr int BINS = Shape::THREADS;
     constexpr int FINE_ENOUGH = 3 * BINS / 16;
-    constexpr int LOG_BINS = 31 - __builtin_clz(BINS);
+    constexpr int LOG_BINS = floor_log2(BINS);
     static_assert(BINS == 1 << LOG_BINS, "bins are a power of two");
     static_assert(4 * BINS <= Shape::CAPACITY, "two histograms and their zeros fit s.sorted");
     static_assert(MAX_DEPTH * MAX_WIDTH <= Shape::CAPACITY, "the count's rows fit s.order");
@@ -249,7 +251,7 @@ __device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
 {
     constexpr unsigned short NOWHERE = 0xffff;
     constexpr int EACH = Shape::BINS / Shape::THREADS;
-    constexpr int LOG_BINS = 31 - __builtin_clz(Shape::BINS);
+    constexpr int LOG_BINS = floor_log2(Shape::BINS);
     const int me = threadIdx.x;
     const unsigned greatest = (unsigned)bound << 4 | MAX_DEPTH;
     const int shift = max(0, 32 - __clz(greatest) - LOG_BINS);

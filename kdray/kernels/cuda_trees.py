@@ -38,7 +38,7 @@ POP_32 = TreeDesign(entry="build_tree_pop_32", max_budget=32, threads=32)
 POP_64 = TreeDesign(entry="build_tree_pop_64", max_budget=64, threads=32)
 POP_128 = TreeDesign(entry="build_tree_pop_128", max_budget=128, threads=32)
 THRESHOLD_256 = TreeDesign(
-    entry="build_tree_threshold_256", max_budget=256, threads=512, shared_bytes=50 * 1024
+    entry="build_tree_threshold_256", max_budget=256, threads=512, shared_bytes=82 * 1024
 )
 THRESHOLD_1024 = TreeDesign(
     entry="build_tree_threshold_1024", max_budget=1024, threads=512, shared_bytes=98 * 1024

@@ -56,11 +56,6 @@ class Given:
 
 
 @pytest.fixture(scope="module")
-def loader() -> KernelLoader:
-    return KernelLoader(DEVICE)
-
-
-@pytest.fixture(scope="module")
 def workers() -> Iterator[Executor]:
     # Spawned, not forked: this process holds a CUDA context.
     count = min(16, os.cpu_count() or 1)
