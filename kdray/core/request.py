@@ -94,7 +94,7 @@ class Request:
     num_cached      tokens whose KV is stored: tokens[:num_cached]
     end_token_ids   the model's end tokens and the request's own stop tokens
     seed            addresses the noise of every token of this request
-    accept_lengths  tokens gained by each speculative step (accepted drafts + 1)
+    accept_lengths  tokens gained by each speculative step (accepted drafts + 1, less at the end)
     """
 
     request_id: str

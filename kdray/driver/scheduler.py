@@ -35,7 +35,8 @@ class Limits:
 class RequestOutput:
     """What one request gained in a step, after end tokens and limits were applied.
 
-    accept_length   accepted drafts + 1 of a speculative step; None where nothing was drafted
+    accept_length   tokens gained by a speculative step: accepted drafts + 1, less where the request
+                    ended before them; None where nothing was drafted
     """
 
     request_id: str
@@ -214,7 +215,7 @@ class Scheduler:
     def _append(self, request: Request, tokens: Sequence[int], num_drafted: int) -> RequestOutput:
         kept, reason = _until_end(request, tokens)
         request.tokens.extend(kept)
-        accept_length = len(tokens) if num_drafted else None
+        accept_length = len(kept) if num_drafted else None
         if accept_length is not None:
             request.accept_lengths.append(accept_length)
         if reason is not None:

@@ -134,7 +134,7 @@ def test_an_end_token_inside_a_path_cuts_the_rest() -> None:
     assert plan is not None
     gained = RequestResult(request_id="a", tokens=(7, END, 8), num_drafted=6)
     [output] = scheduler.update(plan, StepResult(step=plan.step, requests=(gained,)))
-    assert output.token_ids == (7, END)
+    assert output.token_ids == (7, END) and output.accept_length == 2
     assert output.finish_reason == "stop"
     assert scheduler.num_running == 0
 
