@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +31,15 @@ from record import Record
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths
-from kdray.kernels.cuda_commit import CacheTable, SlotState, commit_kv, commit_paths, row_bytes
+from kdray.kernels.cuda_commit import (
+    PATH_BLOCK,
+    CacheTable,
+    PathBlock,
+    SlotState,
+    commit_kv,
+    commit_paths,
+    row_bytes,
+)
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.reference import ReferenceOps
 
@@ -56,38 +65,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--width", type=int, default=576, help="numbers in a row")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[PATH_BLOCK.rows])
+    parser.add_argument("--columns", type=int, nargs="+", default=[PATH_BLOCK.columns])
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
     record = Record("commit", vars(arguments) | {"out": None}, arguments.out)
     device = torch.device("cuda")
-    shape = (SLOTS * PAGE_SIZE, arguments.width)
+    size = (SLOTS * PAGE_SIZE, arguments.width)
     dtype = getattr(torch, arguments.dtype)
-    caches = [torch.randn(shape, device=device).to(dtype) for _ in range(arguments.layers)]
+    caches = [torch.randn(size, device=device).to(dtype) for _ in range(arguments.layers)]
     speed = copy_bytes_per_us()
-    for moves in arguments.moves:
-        for batch in arguments.batches:
-            bench(record, caches, batch, moves, speed)
+    shapes = [PathBlock(rows=r, columns=c) for r, c in product(arguments.rows, arguments.columns)]
+    for shape, moves, batch in product(shapes, arguments.moves, arguments.batches):
+        bench(record, caches, batch, moves, shape, speed)
     record.finish()
     return 0
 
 
-def bench(record: Record, caches: list[Tensor], batch: int, moves: int, speed: float) -> None:
+def bench(
+    record: Record, caches: list[Tensor], batch: int, moves: int, shape: PathBlock, speed: float
+) -> None:
     loader = KernelLoader(caches[0].device)
     reference = ReferenceOps(loader.device)
     table, state = CacheTable.of(caches), slot_state(loader.device)
     rounds = [make_round(i, batch, moves, state) for i in range(SLOTS // batch)]
-    one = rounds[0]
-    check(caches, partial(commit_paths, loader, table, one.paths, state, one.slot), one)
-    check(caches, partial(commit_kv, loader, table, one.source, one.target), one)
-    by_path = [partial(commit_paths, loader, table, r.paths, state, r.slot) for r in rounds]
+    by_path = [partial(commit_paths, loader, table, r.paths, state, r.slot, shape) for r in rounds]
     by_list = [partial(commit_kv, loader, table, r.source, r.target) for r in rounds]
+    for move in (by_path[0], by_list[0]):
+        check(caches, move, rounds[0])
     by_torch = [partial(reference.commit_kv, caches, r.source, r.target) for r in rounds]
     samples = {"graph_us": graph_us(by_path), "stream_us": stream_us(by_path)}
     if moves:
         samples["list_us"] = graph_us(by_list)
         samples["torch_us"] = graph_us(by_torch[:4], at_least=4)
     moved = 2 * batch * moves * sum(map(row_bytes, caches))
-    record.add({"batch": batch, "moves": moves}, samples, {"floor_us": moved / speed})
+    params = {"batch": batch, "moves": moves, "rows": shape.rows, "columns": shape.columns}
+    record.add(params, samples, {"floor_us": moved / speed})
 
 
 def slot_state(device: torch.device) -> SlotState:

@@ -19,6 +19,11 @@
 // Grid (column slices, requests or 1, G). Registers hold what is moved; commit_paths takes 1 KB of
 // shared memory. Bytes are copied: equal to ReferenceOps.commit_kv exactly.
 
+#ifndef PATH_ROWS
+#define PATH_ROWS 4  // ITEMS of commit_paths
+#endif
+
+constexpr int LIST_ROWS = 8;   // ITEMS of commit_kv
 constexpr int MAX_MOVES = 64;  // draft nodes on a path
 
 struct Cache {
@@ -80,7 +85,7 @@ __device__ void move_rows(Cache cache, const long long* source, const long long*
 extern "C" __global__ void __launch_bounds__(512)
 commit_kv(const Cache* caches, const long long* source, const long long* target, int M)
 {
-    move_rows<8>(caches[blockIdx.z], source, target, M);
+    move_rows<LIST_ROWS>(caches[blockIdx.z], source, target, M);
 }
 
 // The cache row of a position by a request's page table; -1 where the table does not reach.
@@ -119,7 +124,7 @@ commit_paths(const Cache* caches, const int* path, const int* length, const int*
     }
     // Most steps accept nodes 0, 1, 2, .. and have nothing to move.
     if (!__syncthreads_or(moved)) return;
-    move_rows<4>(cache, source, target, D - 1);
+    move_rows<PATH_ROWS>(cache, source, target, D - 1);
 }
 
 // root_position, root [S] int32 of every request's slot; a thread a request, any grid.

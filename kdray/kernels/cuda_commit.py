@@ -17,16 +17,29 @@ from kdray.kernels.checks import check
 from kdray.kernels.loader import KernelLoader
 
 # As in commit_kv.cu.
-ROWS_PER_THREAD = 8  # commit_kv
-PATH_ROWS_PER_THREAD = 4  # commit_paths
+LIST_ROWS = 8  # rows a thread of commit_kv holds
 MAX_THREADS = 512
 MAX_MOVES = 64
 
-MAX_ROWS = ROWS_PER_THREAD * MAX_THREADS
+MAX_ROWS = LIST_ROWS * MAX_THREADS
 WIDE, NARROW = 16, 4  # bytes a thread copies at a time
-COLUMNS_OF_A_LIST = 64  # columns a block takes at most: commit_kv
-COLUMNS_OF_A_PATH = 128  # commit_paths
+LIST_COLUMNS = 64  # columns a block of commit_kv takes at most
 REQUESTS_PER_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathBlock:
+    """How much of a request's path a block of commit_paths moves.
+
+    rows      a thread holds, all in flight at once
+    columns   at most, of 16 bytes
+    """
+
+    rows: int = 4
+    columns: int = 128
+
+
+PATH_BLOCK = PathBlock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,9 +113,9 @@ def commit_kv(loader: KernelLoader, table: CacheTable, source: Tensor, target: T
         raise ValueError(f"commit_kv moves at most {MAX_ROWS} rows at once, not {moves}")
     if moves == 0:
         return
-    deep = -(-moves // ROWS_PER_THREAD)
+    deep = -(-moves // LIST_ROWS)
     # A block holds all rows, so many rows leave it few columns; a power of two keeps lines whole.
-    wide = 1 << (min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_LIST).bit_length() - 1)
+    wide = 1 << (min(MAX_THREADS // deep, table.columns, LIST_COLUMNS).bit_length() - 1)
     grid = (-(-table.columns // wide), 1, len(table))
     kernel = loader.get("commit_kv", "commit_kv")
     kernel.launch(grid, (wide, deep), (table.entries, source, target, moves))
@@ -120,6 +133,7 @@ def commit_paths(
     paths: AcceptedPaths,
     state: SlotState,
     slot: Tensor | None = None,
+    shape: PathBlock = PATH_BLOCK,
 ) -> None:
     """Make the KV of every accepted node contiguous behind its root, in all caches.
 
@@ -134,12 +148,12 @@ def commit_paths(
     if requests == 0 or width == 1:
         return
     slots, pages = state.page_table.shape
-    deep = -(-(width - 1) // PATH_ROWS_PER_THREAD)
+    deep = -(-(width - 1) // shape.rows)
     # At least a thread a path node; beyond the widest row threads would idle.
-    wide = max(PATH_ROWS_PER_THREAD, min(MAX_THREADS // deep, table.columns, COLUMNS_OF_A_PATH))
+    wide = max(shape.rows, min(MAX_THREADS // deep, table.columns, shape.columns))
     grid = (-(-table.columns // wide), requests, len(table))
     where = (paths.node, paths.length, state.root_position, state.page_table, slot)
-    kernel = loader.get("commit_kv", "commit_paths")
+    kernel = loader.get("commit_kv", "commit_paths", path_defines(shape))
     kernel.launch(grid, (wide, deep), (table.entries, *where, width, slots, pages, state.page_size))
 
 
@@ -162,6 +176,11 @@ def advance_requests(
     args = (state.root_position, state.root, paths.length, paths.bonus, slot)
     kernel = loader.get("commit_kv", "advance_requests")
     kernel.launch(grid, REQUESTS_PER_BLOCK, (*args, requests, len(state.root)))
+
+
+def path_defines(shape: PathBlock) -> dict[str, int]:
+    """What commit_kv.cu is compiled with: nothing, where the shape is its own."""
+    return {} if shape.rows == PATH_BLOCK.rows else {"PATH_ROWS": shape.rows}
 
 
 def _columns(address: int, size: int) -> int:

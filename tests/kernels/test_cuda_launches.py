@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from kdray.core.plan import AcceptedPaths, DraftTrees
 from kdray.kernels import cuda_commit
 from kdray.kernels.cuda_accept import accept_paths
-from kdray.kernels.cuda_commit import CacheTable, SlotState, commit_kv, commit_paths
+from kdray.kernels.cuda_commit import (
+    CacheTable,
+    PathBlock,
+    SlotState,
+    commit_kv,
+    commit_paths,
+)
 from kdray.kernels.loader import KernelLoader
 
 MAX_ROWS = 4096
@@ -68,7 +74,7 @@ def test_a_block_of_commit_kv_holds_all_rows_of_its_columns(moves: int, row_byte
     (launch,) = recorded(commit_kv, table, slots, slots)
     wide, deep, _ = launch.block
     assert wide * deep <= cuda_commit.MAX_THREADS
-    assert deep * cuda_commit.ROWS_PER_THREAD >= moves
+    assert deep * cuda_commit.LIST_ROWS >= moves
     assert launch.grid == (-(-table.columns // wide), 1, 2)
 
 
@@ -76,15 +82,18 @@ def test_a_block_of_commit_kv_holds_all_rows_of_its_columns(moves: int, row_byte
     width=st.integers(2, 1 + cuda_commit.MAX_MOVES),
     requests=st.integers(1, 70),
     row_bytes=st.integers(1, 3000).map(lambda n: 4 * n),
+    shape=st.builds(PathBlock, rows=st.sampled_from([1, 2, 4, 8]), columns=st.integers(1, 256)),
 )
-def test_a_block_of_commit_paths_holds_a_path(width: int, requests: int, row_bytes: int) -> None:
+def test_a_block_of_commit_paths_holds_a_path(
+    width: int, requests: int, row_bytes: int, shape: PathBlock
+) -> None:
     table = CacheTable.of([torch.zeros(2, row_bytes // 4)] * 3)
     numbers = torch.zeros(requests, width, dtype=torch.int32)
     paths = AcceptedPaths(node=numbers, length=numbers[:, 0].clone(), bonus=numbers[:, 0])
-    (launch,) = recorded(commit_paths, table, paths, some_state())
+    (launch,) = recorded(commit_paths, table, paths, some_state(), None, shape)
     wide, deep, _ = launch.block
     assert width - 1 <= wide * deep <= cuda_commit.MAX_THREADS
-    assert deep * cuda_commit.PATH_ROWS_PER_THREAD >= width - 1
+    assert deep * shape.rows >= width - 1
     assert launch.grid == (-(-table.columns // wide), requests, 3)
 
 
