@@ -119,6 +119,11 @@ class Ops(Protocol):
 
 def load_ops(device: str | torch.device) -> Ops:
     """The implementation for a device; the only place that asks which one."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        from kdray.kernels.cuda import CudaOps
+
+        return CudaOps(device)
     from kdray.kernels.reference import ReferenceOps
 
-    return ReferenceOps(torch.device(device))
+    return ReferenceOps(device)

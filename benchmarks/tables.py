@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Writes the README's tables from the results files, between their marks.
+
+python benchmarks/tables.py            # rewrite README.md
+python benchmarks/tables.py --check    # exit 1 where README.md differs from the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+Record = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args(argv)
+    before = README.read_text(encoding="utf-8")
+    after = with_tables(before)
+    if arguments.check:
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """The text with every marked table made anew from its results file."""
+    for name, make in TABLES.items():
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            continue
+        table = make(json.loads(path.read_text(encoding="utf-8")))
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise SystemExit(f"README.md has no place marked <!-- {name} --> .. <!-- /{name} -->")
+        text = pattern.sub(lambda found, table=table: found[1] + table + found[2], text)
+    return text
+
+
+def decode_table(record: Record) -> str:
+    """tokens/s by way of decoding, batch 1 and the largest batch."""
+    rows = {
+        (row["params"]["mode"], row["params"]["budget"], row["params"]["batch"]): row["metrics"]
+        for row in record["rows"]
+    }
+    batches = sorted({batch for _, _, batch in rows})
+    ways = sorted({(mode, budget) for mode, budget, _ in rows}, key=_way_order)
+    lines = [
+        f"Demo model, greedy, {hardware(record)}, torch {record['versions']['torch']}, fp32 "
+        f"(`jobs/bench_decode.py`, medians of {record['config']['repeats']}):",
+        "",
+        "| | accept length | "
+        + " | ".join(f"tokens/s, batch {batch} | over plain" for batch in batches)
+        + " |",
+        "|---|---|" + "---|---|" * len(batches),
+    ]
+    for mode, budget in ways:
+        accept = rows[mode, budget, batches[0]]["accept_length_mean"]
+        cells = [_way_name(mode, budget), "" if accept is None else f"{accept:.2f}"]
+        for batch in batches:
+            speed = rows[mode, budget, batch]["tokens_per_s"]
+            plain = rows["plain", 0, batch]["tokens_per_s"]
+            cells += [f"{speed:.0f}", f"{speed / plain:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def hardware(record: Record) -> str:
+    facts = record["hardware"]
+    if facts["gpus"]:
+        return f"{facts['gpus']} x {facts['gpu']}"
+    return f"{facts['cores']} cores of {facts['cpu']}"
+
+
+def _way_order(way: tuple[str, int]) -> tuple[int, int]:
+    return (["transformers", "plain", "chain", "tree"].index(way[0]), way[1])
+
+
+def _way_name(mode: str, budget: int) -> str:
+    return {
+        "transformers": "transformers' generate, same weights",
+        "plain": "kdray, plain decoding",
+        "chain": f"chain of {budget}",
+        "tree": f"tree of {budget}",
+    }[mode]
+
+
+TABLES: dict[str, Callable[[Record], str]] = {"decode-cpu": decode_table}
+
+if __name__ == "__main__":
+    sys.exit(main())
