@@ -9,7 +9,8 @@
 #include "build_tree_common.cuh"
 
 // Goes on from the `count` nodes that records 1 .. count hold, up to `budget`; returns the nodes
-// there are then (root not counted). now and cursor have 32 * GROUPS entries, budget <= 32 * GROUPS.
+// there are then (root not counted). now and cursor have 32 * GROUPS entries, as many as `budget`
+// may be.
 template <int GROUPS>
 __device__ __forceinline__ int pop_exactly(const Candidates& rows, int count, int budget,
                                            Record* record, int* now, int* cursor)

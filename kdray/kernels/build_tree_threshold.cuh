@@ -15,162 +15,10 @@
 // pop_exactly: never wrong, never beyond the arrays.
 #pragma once
 
+#include "build_tree_bound.cuh"
 #include "build_tree_common.cuh"
 #include "build_tree_exact.cuh"
 #include "build_tree_output.cuh"
-
-constexpr int COST_LIMIT = -SCORE_FLOOR;  // sums saturate here
-constexpr int NO_COST = 1 << 30;          // of an absent candidate
-constexpr int MANY = 65535;               // counts saturate here, far above any budget
-constexpr int MAX_BUDGET = 1024;
-
-// THREADS   also the bins of the count
-// CAPACITY  nodes stored, the root among them
-// BINS      of the ranking, a multiple of THREADS
-// BUDGET    32 * GROUPS of the fallback
-template <int THREADS_, int CAPACITY_, int BINS_, int BUDGET_>
-struct ThresholdShape {
-    static constexpr int THREADS = THREADS_;
-    static constexpr int WARPS = THREADS_ / 32;
-    static constexpr int CAPACITY = CAPACITY_;
-    static constexpr int BINS = BINS_;
-    static constexpr int BUDGET = BUDGET_;
-};
-
-template <class Shape>
-struct ThresholdShared {
-    int cost[MAX_DEPTH][MAX_WIDTH];
-    int spine[MAX_DEPTH + 1];                        // cost of the best prefix of each depth
-    int ranks[MAX_DEPTH];                            // of a row that can matter
-    int level_size[MAX_DEPTH + 1];
-    int warp_total[Shape::WARPS];
-    int bound_bin;
-    unsigned tied_levels;
-    int count;
-    // By node, in order of arrival; node 0 is the root.
-    // cost << 4 | depth. Before: the rows of the count. Later, by place: order among equals.
-    alignas(16) unsigned order[Shape::CAPACITY];
-    unsigned origin[Shape::CAPACITY];  // parent << 8 | rank
-    unsigned short rank[Shape::CAPACITY];  // arrival in its bin, then place in the tree - 1
-    // By place, that is sorted by bin.
-    unsigned short node[Shape::CAPACITY];
-    unsigned sorted[Shape::CAPACITY];  // the order again. Before: the histograms of the count
-    int bin[Shape::BINS + 1];
-    Record record[Shape::BUDGET + 1];
-};
-
-__device__ __forceinline__ bool within(int parent_cost, int cost, int bound)
-{
-    return cost < NO_COST && min(parent_cost + cost, COST_LIMIT) <= bound;
-}
-
-template <class Shape>
-__device__ __forceinline__ void read_costs(const Candidates& rows, int width,
-                                           ThresholdShared<Shape>& s)
-{
-    for (int i = threadIdx.x; i < rows.L * MAX_WIDTH; i += Shape::THREADS) {
-        const int depth = i / MAX_WIDTH, rank = i % MAX_WIDTH;
-        if (rank >= width) continue;
-        const int score = rows.score[depth * rows.K + rank];
-        s.cost[depth][rank] = score == ABSENT ? NO_COST : -max(score, SCORE_FLOOR);
-    }
-    for (int i = threadIdx.x; i <= Shape::BINS; i += Shape::THREADS) s.bin[i] = 0;
-    if (threadIdx.x <= MAX_DEPTH) s.level_size[threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.tied_levels = 0;
-    __syncthreads();
-    if (threadIdx.x <= rows.L) {
-        int sum = 0;
-#pragma unroll
-        for (int d = 0; d < MAX_DEPTH; ++d)
-            if (d < (int)threadIdx.x) sum = min(sum + s.cost[d][0], NO_COST);
-        s.spine[threadIdx.x] = sum;
-    }
-    __syncthreads();
-}
-
-// One count with bins of 2^shift: the first bin in which the prefixes reach the budget, or THREADS.
-template <class Shape>
-__device__ __forceinline__ int count_prefixes(int L, int width, int budget, int shift,
-                                              ThresholdShared<Shape>& s)
-{
-    constexpr int BINS = Shape::THREADS;
-    const int me = threadIdx.x;
-    const int round_up = (1 << shift) - 1;
-    // Two histograms, each with BINS zeros in front for what lies below the first bin.
-    int* histogram = (int*)s.sorted + BINS;
-    // By row, how many bins each candidate lies behind the best; BINS, that is in the zeros, for
-    // those that fill the row up to a multiple of AT_ONCE.
-    constexpr int AT_ONCE = 8;
-    auto deviation = (int (*)[MAX_WIDTH])s.order;
-
-    for (int i = me; i < L * MAX_WIDTH; i += Shape::THREADS) {
-        const int depth = i / MAX_WIDTH, rank = i % MAX_WIDTH;
-        const int best = s.cost[depth][0];
-        // What lies further behind is beyond the last bin with every prefix in front of it.
-        const int end = max(1, BINS - ((s.spine[depth + 1] + round_up) >> shift));
-        int here = BINS, behind = BINS;
-        if (rank < width) here = min((s.cost[depth][rank] - best + round_up) >> shift, BINS);
-        if (rank + 1 < width) behind = (s.cost[depth][rank + 1] - best + round_up) >> shift;
-        deviation[depth][rank] = here;
-        if (here < end && behind >= end) s.ranks[depth] = rank + 1;
-    }
-    histogram[me - BINS] = histogram[me + BINS] = 0;
-    histogram[me] = me == 0;
-    if (me == 0) s.bound_bin = BINS;
-    __syncthreads();
-
-    int total = 0;
-    int now = 0;
-    for (int d = 0; d < L; ++d) {
-        const int start = (s.spine[d + 1] + round_up) >> shift;
-        if (start >= BINS) break;
-        int sum = 0;
-        if (me < BINS - start) {
-            const int ranks = s.ranks[d];
-            const int* own = histogram + now + me;
-            for (int k = 0; k < ranks; k += AT_ONCE) {
-                const int4 near = *(const int4*)&deviation[d][k];
-                const int4 far = *(const int4*)&deviation[d][k + 4];
-                sum += own[-near.x] + own[-near.y] + own[-near.z] + own[-near.w];
-                sum += own[-far.x] + own[-far.y] + own[-far.z] + own[-far.w];
-            }
-        }
-        now = 2 * BINS - now;
-        histogram[now + me] = min(sum, MANY);
-        __syncthreads();
-        total += histogram[now + me - start];
-    }
-    const int sum = running_sum<Shape>(total, s.warp_total);
-    if (sum >= budget && sum - total < budget) s.bound_bin = me;
-    __syncthreads();
-    return s.bound_bin;
-}
-
-// A cost within which at least `budget` prefixes lie, where there are so many.
-template <class Shape>
-__device__ __forceinline__ int find_bound(int L, int width, int budget, ThresholdShared<Shape>& s)
-{
-    constexpr int BINS = Shape::THREADS;
-    constexpr int FINE_ENOUGH = 3 * BINS / 16;
-    constexpr int LOG_BINS = floor_log2(BINS);
-    static_assert(BINS == 1 << LOG_BINS, "bins are a power of two");
-    static_assert(4 * BINS <= Shape::CAPACITY, "two histograms and their zeros fit s.sorted");
-    static_assert(MAX_DEPTH * MAX_WIDTH <= Shape::CAPACITY, "the count's rows fit s.order");
-    int shift = 26 - LOG_BINS;  // 16 nat: fits nearly every tree
-    for (;;) {
-        const int bin = count_prefixes(L, width, budget, shift, s);
-        __syncthreads();  // all have read it
-        if (bin == BINS) {
-            if (BINS << shift > COST_LIMIT) return COST_LIMIT;
-            ++shift;
-            continue;
-        }
-        if (bin >= FINE_ENOUGH || bin == 0 || shift == 0) return min(bin << shift, COST_LIMIT);
-        // The bins were too coarse: spread what is within the bound over all of them.
-        const int bound = bin << shift;
-        while (shift > 0 && bound >> (shift - 1) < BINS - 2 * MAX_DEPTH) --shift;
-    }
-}
 
 // All prefixes within the bound, as nodes 1 .. in s.order and s.origin. Returns how many there are,
 // the root counted, or more than CAPACITY where they do not fit.
@@ -243,19 +91,14 @@ __device__ __forceinline__ int expand(int L, int width, int bound, ThresholdShar
     return end;
 }
 
-// Places the nodes 1 .. end - 1: s.rank[node] is the place from 0 on, at least `budget` for nodes
-// that are not among the best.
-template <class Shape>
-__device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
-                                           ThresholdShared<Shape>& s)
-{
-    constexpr unsigned short NOWHERE = 0xffff;
-    constexpr int EACH = Shape::BINS / Shape::THREADS;
-    constexpr int LOG_BINS = floor_log2(Shape::BINS);
-    const int me = threadIdx.x;
-    const unsigned greatest = (unsigned)bound << 4 | MAX_DEPTH;
-    const int shift = max(0, 32 - __clz(greatest) - LOG_BINS);
+constexpr unsigned short NOWHERE = 0xffff;  // the rank of a node that is not among the best
 
+// Sorts the nodes 1 .. end - 1 by bin into s.sorted and s.node; s.bin becomes each bin's start.
+template <class Shape>
+__device__ __forceinline__ void sort_into_bins(int end, int shift, ThresholdShared<Shape>& s)
+{
+    constexpr int EACH = Shape::BINS / Shape::THREADS;
+    const int me = threadIdx.x;
     for (int n = 1 + me; n < end; n += Shape::THREADS)
         s.rank[n] = (unsigned short)atomicAdd(&s.bin[s.order[n] >> shift], 1);
     __syncthreads();
@@ -279,6 +122,51 @@ __device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
         s.node[place] = (unsigned short)n;
     }
     __syncthreads();
+}
+
+// Equals at the same depth stand by their parents' ranks, then by their own in the row. Level by
+// level from the root, so that the parents' ranks are final.
+template <class Shape>
+__device__ __forceinline__ void settle_ties(int nodes, int shift, ThresholdShared<Shape>& s)
+{
+    const int me = threadIdx.x;
+    for (unsigned left = s.tied_levels; left != 0; left &= left - 1) {
+        const unsigned depth = __ffs(left) - 1;
+        for (int i = me; i < nodes; i += Shape::THREADS) {
+            const int n = s.node[i];
+            if ((s.sorted[i] & 15) != depth || s.rank[n] == NOWHERE) continue;
+            const unsigned origin = s.origin[n];
+            const unsigned parent = origin >> 8;
+            const unsigned parent_rank = parent == 0 ? 0 : s.rank[parent] + 1;
+            s.order[i] = parent_rank << 8 | (origin & 0xff);
+        }
+        __syncthreads();
+        for (int i = me; i < nodes; i += Shape::THREADS) {
+            const unsigned order = s.sorted[i];
+            const int n = s.node[i];
+            if ((order & 15) != depth || s.rank[n] == NOWHERE) continue;
+            const int from = s.bin[order >> shift], to = s.bin[(order >> shift) + 1];
+            const unsigned own = s.order[i];
+            int before = 0;
+#pragma unroll 4
+            for (int k = from; k < to; ++k)
+                before += (s.sorted[k] == order) & (s.order[k] < own);
+            s.rank[n] += (unsigned short)before;
+        }
+        __syncthreads();
+    }
+}
+
+// Ranks the nodes 1 .. end - 1: s.rank[node] counts those before it, at least `budget` (or NOWHERE)
+// for nodes that are not among the best.
+template <class Shape>
+__device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
+                                           ThresholdShared<Shape>& s)
+{
+    const int me = threadIdx.x;
+    const unsigned greatest = (unsigned)bound << 4 | MAX_DEPTH;
+    const int shift = max(0, 32 - __clz(greatest) - floor_log2(Shape::BINS));
+    sort_into_bins(end, shift, s);
 
     const int nodes = end - 1;
     unsigned tied = 0;  // depths at which equals met, as bits
@@ -301,31 +189,7 @@ __device__ __forceinline__ void rank_nodes(int end, int budget, int bound,
     tied = __reduce_or_sync(FULL_WARP, tied);
     if (tied != 0 && (me & 31) == 0) atomicOr(&s.tied_levels, tied);
     __syncthreads();
-
-    for (unsigned left = s.tied_levels; left != 0; left &= left - 1) {
-        const unsigned depth = __ffs(left) - 1;
-        for (int i = me; i < nodes; i += Shape::THREADS) {
-            const int n = s.node[i];
-            if ((s.sorted[i] & 15) != depth || s.rank[n] == NOWHERE) continue;
-            const unsigned origin = s.origin[n];
-            const unsigned parent = origin >> 8;
-            const unsigned parent_rank = parent == 0 ? 0 : s.rank[parent] + 1;
-            s.order[i] = parent_rank << 8 | (origin & 0xff);
-        }
-        __syncthreads();
-        for (int i = me; i < nodes; i += Shape::THREADS) {
-            const unsigned order = s.sorted[i];
-            const int n = s.node[i];
-            if ((order & 15) != depth || s.rank[n] == NOWHERE) continue;
-            const int from = s.bin[order >> shift], to = s.bin[(order >> shift) + 1];
-            int before = 0;
-#pragma unroll 4
-            for (int k = from; k < to; ++k)
-                before += s.sorted[k] == order && s.order[k] < s.order[i];
-            s.rank[n] += (unsigned short)before;
-        }
-        __syncthreads();
-    }
+    settle_ties(nodes, shift, s);
 }
 
 // Builds one request's tree into s.record, its mask cleared meanwhile; returns its number of draft
