@@ -48,7 +48,7 @@ VARIANTS: tuple[Defines, ...] = (
     {"FIRST_RANKING": 2, "SECOND_RANKING": 6},
     {"FIRST_RANKING": 6, "SECOND_RANKING": 14},
 )
-SPLITS = {7: (10, 20), 56: (2, 4, 5, 10), 448: (1, 2), 960: (1, 2)}
+SPLITS = {7: (10, 20), 56: (4, 5, 7, 10), 448: (1, 2), 960: (1, 2)}
 Rival = Callable[[Tensor, int], object]
 
 

@@ -27,6 +27,16 @@ template <class T>
 __device__ __forceinline__ T load_shared_by_blocks(const T* address) {
     return __ldcg(address);
 }
+// Adds to a counter of all blocks, giving the old value: what this thread knows of before is known
+// to whoever sees the new value, and the other way round.
+__device__ __forceinline__ int add_acquire_release(int* address, int by) {
+    int old;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(by)
+                 : "memory");
+    return old;
+}
 // float32 arithmetic that no optimisation may fuse or reorder.
 __device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
@@ -55,6 +65,17 @@ __device__ __forceinline__ u32 bf16_pair_max_or_nan(u32 a, u32 b) {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
+// 1 or 0 (as bf16) for each half of a that exceeds that of b; and sums of halves.
+__device__ __forceinline__ u32 bf16_pair_above(u32 a, u32 b) {
+    u32 c;
+    asm("set.gt.bf16x2.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ __forceinline__ u32 bf16_pair_sum(u32 a, u32 b) {
+    u32 c;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
 
 #else
 
@@ -78,6 +99,7 @@ template <class T>
 inline T load_shared_by_blocks(const T* address) {
     return *address;
 }
+inline int add_acquire_release(int* address, int by) { return (*address += by) - by; }
 inline float plus(float a, float b) { return a + b; }
 inline float minus(float a, float b) { return a - b; }
 inline float multiply(float a, float b) { return a * b; }
@@ -88,6 +110,16 @@ inline float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : a >
 inline u32 bf16_pair_max_or_nan(u32 a, u32 b) {
     const float low = max_or_nan(float_of(a << 16), float_of(b << 16));
     const float high = max_or_nan(float_of(a & 0xffff0000u), float_of(b & 0xffff0000u));
+    return bits_of(low) >> 16 | (bits_of(high) & 0xffff0000u);
+}
+inline u32 bf16_pair_above(u32 a, u32 b) {
+    const bool low = float_of(a << 16) > float_of(b << 16);
+    const bool high = float_of(a & 0xffff0000u) > float_of(b & 0xffff0000u);
+    return (low ? 0x3f80u : 0u) | (high ? 0x3f800000u : 0u);
+}
+inline u32 bf16_pair_sum(u32 a, u32 b) {  // exact where the kernels use it
+    const float low = float_of(a << 16) + float_of(b << 16);
+    const float high = float_of(a & 0xffff0000u) + float_of(b & 0xffff0000u);
     return bits_of(low) >> 16 | (bits_of(high) & 0xffff0000u);
 }
 

@@ -78,6 +78,7 @@ __device__ __forceinline__ u64 make_key(float value, int id) {
     value = value == infinity() ? LARGEST_FLOAT : value + 0.0f;  // -0 is 0
     return (u64)ordered(value) << 32 | (u32)~id;
 }
+__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 __device__ __forceinline__ float key_value(u64 key) { return from_ordered((u32)(key >> 32)); }
 __device__ __forceinline__ int key_id(u64 key) { return (int)~(u32)key; }
 
@@ -131,6 +132,22 @@ struct Slice {
         return max_or_nan(bf16_low(most), bf16_high(most));
 #else
         return float_of(most);
+#endif
+    }
+    // How many exceed x, a value that the input's type can have.
+    __device__ __forceinline__ u32 count_above(float x) const {
+#if INPUT_BF16
+        const u32 pair = bits_of(x) | bits_of(x) >> 16;
+        u32 counts = 0;  // two, as bf16: at most 16 each
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w)
+            counts = bf16_pair_sum(counts, bf16_pair_above(word[w], pair));
+        return (u32)(bf16_low(counts) + bf16_high(counts));
+#else
+        u32 count = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) count += float_of(word[w]) > x;
+        return count;
 #endif
     }
     __device__ __forceinline__ void clean() {
@@ -269,18 +286,12 @@ __device__ __forceinline__ void add(Mass& mass, int bin, u64 amount) {
     if (bin == mass.top - 1) mass.low += amount;
 }
 
-__device__ __forceinline__ UnitSum read_unit(const UnitSum* units, int i, bool shared) {
-    if (shared) return units[i];
-    const int2 v = load_shared_by_blocks((const int2*)units + i);
-    return {v.x, float_of((u32)v.y)};
-}
-
 // By one warp.
-__device__ Mass sum_units(const UnitSum* units, int num_units, bool shared) {
+__device__ __forceinline__ Mass sum_units(const UnitSum* units, int num_units) {
     Mass mine = {NO_BIN, 0, 0};
 #pragma unroll 1
     for (int i = lane_id(); i < num_units; i += WARP) {
-        const UnitSum unit = read_unit(units, i, shared);
+        const UnitSum unit = units[i];
         const u32 bits = bits_of(unit.sum);
         if (bits == 0) continue;
         const int exponent = unit.reference + (int)(bits >> 23) - 150;  // of the lowest bit
@@ -340,58 +351,62 @@ __device__ __forceinline__ float threshold(u64 bound, int first) {
     return (u32)first > ~(u32)bound ? value : below(value);  // a first bound has no id: 2^32 - 1
 }
 
-// Lists the logits above `above`; true where the list holds them all. Of a warp each lane looks
-// through its own parts.
+// Lists the logits above `above` behind the `size` already listed, unless there is no room for all:
+// then false. Each lane looks through those of its parts that have any.
 __device__ __forceinline__ bool put_above(Shared& s, const Row& row, const Maxima& maxima,
-                                          int first, float above) {
-    const int warp = warp_id();
+                                          int first, int size, float above) {
     u32 parts = 0;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) parts |= (maxima.part[i] > above ? 1u : 0u) << i;
+    const int room = CAPACITY - size;
+    if ((int)__reduce_add_sync(ALL_LANES, (u32)__popc(parts)) > room) return false;
+    u32 hits = 0;
     while (parts) {
         const int start = (__ffs(parts) - 1) * PART;
         parts &= parts - 1;
-        u32 hits = 0;
 #pragma unroll
         for (int e = 0; e < PART; ++e)
-            hits |= (row.value(first + place(start + e)) > above ? 1u : 0u) << e;
-        while (hits) {
-            const int i = first + place(start + __ffs(hits) - 1);
-            hits &= hits - 1;
-            const int slot = atomicAdd(&s.count[warp], 1);
-            if (slot < CAPACITY) s.list[warp][slot] = make_key(row.value(i), i);
-        }
+            hits |= (row.value(first + place(start + e)) > above ? 1u : 0u) << (start + e);
     }
+    if ((int)__reduce_add_sync(ALL_LANES, (u32)__popc(hits)) > room) return false;
+    const u32 lower = (1u << lane_id()) - 1;
+    while (const u32 holders = __ballot_sync(ALL_LANES, hits != 0)) {
+        if (hits) {
+            const int i = first + place(__ffs(hits) - 1);
+            hits &= hits - 1;
+            s.list[warp_id()][size + __popc(holders & lower)] = make_key(row.value(i), i);
+        }
+        size += __popc(holders);
+    }
+    if (lane_id() == 0) s.count[warp_id()] = size;
     __syncwarp();
-    return s.count[warp] <= CAPACITY;
+    return true;
 }
 
-// Lists what a cut keeps, by id; there is room. By the whole warp, a column of the unit at a time.
-__device__ __forceinline__ void put_cut(Shared& s, const Row& row, int first, int size,
+// Lists what a cut with ties keeps, by id; there is room. By the whole warp, a column of the unit
+// at a time. Returns the id of the last tie.
+__device__ __forceinline__ int put_ties(Shared& s, const Row& row, int first, int size,
                                         const Cut& cut) {
-    const int warp = warp_id();
     const u32 lower = (1u << lane_id()) - 1;
-    int ties = 0;
+    int ties = 0, last = 0;
 #pragma unroll 1
-    for (int i = first + lane_id(); i < first + UNIT; i += WARP) {
-        const float value = row.value(i);
-        const u32 tied = __ballot_sync(ALL_LANES, value == cut.tie);
-        const bool keep = value > cut.above ||
-                          (value == cut.tie && ties + __popc(tied & lower) < cut.ties);
+    for (int base = first; base < first + UNIT; base += WARP) {
+        const float value = row.value(base + lane_id());
+        if (!__any_sync(ALL_LANES, value >= cut.tie)) continue;
+        const bool is_tied = value == cut.tie;
+        const u32 tied = __ballot_sync(ALL_LANES, is_tied);
+        const bool keep =
+            is_tied ? ties + __popc(tied & lower) < cut.ties : value > cut.above;
         const u32 kept = __ballot_sync(ALL_LANES, keep);
-        if (keep) s.list[warp][size + __popc(kept & lower)] = make_key(value, i);
+        if (keep)
+            s.list[warp_id()][size + __popc(kept & lower)] = make_key(value, base + lane_id());
+        if (kept & tied) last = base + WARP - 1 - __clz(kept & tied);
         ties += __popc(tied);
         size += __popc(kept);
     }
-    if (lane_id() == 0) s.count[warp] = size;
+    if (lane_id() == 0) s.count[warp_id()] = size;
     __syncwarp();
-}
-
-__device__ __forceinline__ int count_above(const Row& row, int first, float x) {
-    u32 count = 0;
-#pragma unroll 8
-    for (int i = first + lane_id(); i < first + UNIT; i += WARP) count += row.value(i) > x;
-    return (int)__reduce_add_sync(ALL_LANES, count);
+    return last;
 }
 
 // The inputs' values numbered in their order: the largest of them that is at most a float, given as
@@ -412,17 +427,16 @@ __device__ __forceinline__ float from_step(u32 step) {
 }
 
 // A cut that keeps at most `room` >= K logits of a unit and at least its K best above `above`.
-// Halves the distance between floats until one lies right, or until two neighbours leave no choice
+// Halves the distance between values until one lies right, or until two neighbours leave no choice
 // but to take ties by id.
-__device__ __forceinline__ Cut find_cut(const Row& row, int first, float most, float above,
-                                        int room) {
+__device__ __forceinline__ Cut find_cut(const Slice& slice, float most, float above, int room) {
     u32 low = step_of(ordered(above)), high = step_of(__reduce_max_sync(ALL_LANES, ordered(most)));
     int beyond = 0;  // logits above `high`
 #pragma unroll 1
     while (high - low > 1) {
         const u32 middle = low + (high - low) / 2;
         const float x = from_step(middle);
-        const int count = count_above(row, first, x);
+        const int count = (int)__reduce_add_sync(ALL_LANES, slice.count_above(x));
         if (count > room) {
             low = middle;
         } else if (count < K) {
@@ -433,6 +447,28 @@ __device__ __forceinline__ Cut find_cut(const Row& row, int first, float most, f
     }
     const float tie = from_step(high);
     return {tie, tie, K - beyond};
+}
+
+// The list of a warp without what lies below the bound. Returns its size.
+__device__ __forceinline__ int purge_list(Shared& s, int size, u64 bound) {
+    u64* list = s.list[warp_id()];
+    u64 key[CAPACITY / WARP];
+    int kept = 0, slot[CAPACITY / WARP];
+#pragma unroll
+    for (int i = 0; i < CAPACITY / WARP; ++i) {
+        const int from = i * WARP + lane_id();
+        key[i] = from < size ? list[from] : NO_KEY;
+        const bool keep = from < size && key[i] >= bound;
+        const u32 keepers = __ballot_sync(ALL_LANES, keep);
+        slot[i] = keep ? kept + __popc(keepers & ((1u << lane_id()) - 1)) : -1;
+        kept += __popc(keepers);
+    }
+#pragma unroll
+    for (int i = 0; i < CAPACITY / WARP; ++i)
+        if (slot[i] >= 0) list[slot[i]] = key[i];
+    if (lane_id() == 0) s.count[warp_id()] = kept;
+    __syncwarp();
+    return kept;
 }
 
 // The list of a warp cut to its K best; the K-th of them, a bound. By one warp, more than K listed.
@@ -461,25 +497,31 @@ __device__ __forceinline__ u64 shorten_list(Shared& s, int size) {
     return list[K - 1];
 }
 
-// Lists the survivors of a warp's unit; returns the bound, raised where the list had to be cut.
+// Lists the survivors of a warp's unit; returns the bound, raised where they are many.
 __device__ __forceinline__ u64 keep_survivors(Shared& s, const Row& row, const Maxima& maxima,
                                               int first, u64 bound) {
     float above = threshold(bound, first);
     if (!__any_sync(ALL_LANES, maxima.most > above)) return bound;
     int size = s.count[warp_id()];
     __syncwarp();
-    if (put_above(s, row, maxima, first, above)) return bound;
-    // Too many: forget those just listed, make room for K, and choose among the unit's own.
-    __syncwarp();
+    if (put_above(s, row, maxima, first, size, above)) return bound;
+    // Too many. Make room for K, then choose among the unit's own.
+    size = purge_list(s, size, bound);
     if (size > CAPACITY - K) {
-        const u64 raised = shorten_list(s, size);
-        if (raised > bound) bound = raised;
+        bound = larger(bound, shorten_list(s, size));
         size = K;
         above = threshold(bound, first);
         if (!__any_sync(ALL_LANES, maxima.most > above)) return bound;
     }
-    put_cut(s, row, first, size, find_cut(row, first, maxima.most, above, CAPACITY - size));
-    return bound;
+    const Cut cut = find_cut(row.load(first), maxima.most, above, CAPACITY - size);
+    if (cut.ties == 0) {
+        put_above(s, row, maxima, first, size, cut.above);
+        // At least K exceed the cut, so what equals it is out, whatever its id.
+        return larger(bound, (u64)ordered(cut.above) << 32 | 0xffffffffu);
+    }
+    const int last = put_ties(s, row, first, size, cut);
+    // Short of K only where fewer than K exceeded `above`; then the last tie says nothing.
+    return s.count[warp_id()] - size < K ? bound : larger(bound, make_key(cut.tie, last));
 }
 
 // ---------------------------------------------------------------- the block's K best
@@ -548,8 +590,7 @@ __device__ __forceinline__ u64 rank_lists(Shared& s, u64 bound) {
     __syncthreads();
     if (lane_id() == 0) s.count[warp] = 0;
     rank_keys(s, s.staged, size);
-    const u64 last = s.best[K - 1];
-    return last > bound ? last : bound;
+    return larger(bound, s.best[K - 1]);
 }
 
 // ---------------------------------------------------------------- splits
@@ -567,27 +608,33 @@ __device__ __forceinline__ bool publish(Shared& s, const Workspace& work, int ro
         work.keys[((i64)row * splits + split) * K + threadIdx.x] = s.best[threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();  // the barrier brought the block's stores here; this shows them to all
-        const int before = atomicAdd(&work.ticket[row], 1);
-        __threadfence();
-        s.is_last = before == splits - 1;
+        // The barrier brought the block's stores here; the release shows them to all.
+        s.is_last = add_acquire_release(&work.ticket[row], 1) == splits - 1;
         if (s.is_last) work.ticket[row] = 0;
     }
     __syncthreads();
     return s.is_last;
 }
 
-// The K best of all splits into s.best. The filter: where every split shows its q-th best, the
-// m-th largest of those is reached by m * q >= K keys.
-__device__ __forceinline__ void merge_splits(Shared& s, const Workspace& work, int row,
-                                             int splits) {
+// The K best of all splits into s.best, their units' sums into s.units. The filter: where every
+// split shows its q-th best, the m-th largest of those is reached by m * q >= K keys.
+__device__ __forceinline__ void merge_splits(Shared& s, const Workspace& work, int row, int splits,
+                                             int num_units) {
     const int size = splits * K, lane = lane_id();
+    static_assert(MAX_UNITS == THREADS && sizeof(UnitSum) == sizeof(int2), "a unit a thread");
+    if (threadIdx.x < num_units) {
+        const i64 i = (i64)row * num_units + threadIdx.x;
+        const int2 unit = load_shared_by_blocks((const int2*)work.units + i);
+        s.units[threadIdx.x] = {unit.x, float_of((u32)unit.y)};
+    }
     static_assert(MAX_SPLIT_KEYS == 2 * THREADS, "two keys a thread");
 #pragma unroll
     for (int i = threadIdx.x; i < MAX_SPLIT_KEYS; i += THREADS)
         if (i < size) s.staged[i] = load_shared_by_blocks(work.keys + (i64)row * size + i);
     __syncthreads();
-    const int q = (K + splits - 1) / splits, m = (K + q - 1) / q;
+    // The least q with q * splits >= K and the least m with m * q >= K, without a division.
+    const int q = 1 + __popc(__ballot_sync(ALL_LANES, (lane + 1) * splits < K));
+    const int m = __popc(__ballot_sync(ALL_LANES, lane * q < K));
     const u64 shown = lane < splits ? s.staged[lane * K + q - 1] : NO_KEY;
     int rank = lane < splits ? 0 : WARP;
 #pragma unroll 4
@@ -632,15 +679,15 @@ __device__ __forceinline__ void add_absent(Shared& s, const Row& row) {
     __syncthreads();
 }
 
-// The K best of this block's row in s.best, absent ones included, and its units' sums; true in the
-// one block of the row that has them.
-__device__ __forceinline__ bool select(Shared& s, const Row& row, const Workspace& work, int run,
-                                       UnitSum*& units) {
+// The K best of this block's row in s.best, absent ones included, and its units' sums in s.units;
+// true in the one block of the row that has them.
+__device__ __forceinline__ bool select(Shared& s, const Row& row, const Workspace& work,
+                                       int run) {
     const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
     const int num_units = (row.size + UNIT - 1) / UNIT;
     const int segments = (num_units + WARPS - 1) / WARPS;
     const int begin = split * run, end = min(begin + run, segments);
-    units = splits == 1 ? s.units : work.units + (i64)number * num_units;
+    UnitSum* units = splits == 1 ? s.units : work.units + (i64)number * num_units;
     if (threadIdx.x < WARPS) s.count[threadIdx.x] = 0;
     if (threadIdx.x == 0) s.num_best = 0;
     u64 bound = NO_KEY;
@@ -670,7 +717,7 @@ __device__ __forceinline__ bool select(Shared& s, const Row& row, const Workspac
     }
     if (splits > 1) {
         if (!publish(s, work, number, split, splits)) return false;
-        merge_splits(s, work, number, splits);
+        merge_splits(s, work, number, splits, num_units);
     }
     if (s.num_best < K && s.num_best < row.size) add_absent(s, row);
     return true;
@@ -687,10 +734,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_logpro
     __shared__ Shared s;
     const int number = blockIdx.x;
     const Row row = row_of(logits, stride, size, number);
-    UnitSum* units;
-    if (!select(s, row, {ticket, keys, unit_sums}, run, units)) return;
+    if (!select(s, row, {ticket, keys, unit_sums}, run)) return;
     if (threadIdx.x >= (K > WARP ? 2 * WARP : WARP)) return;
-    const Mass mass = sum_units(units, (size + UNIT - 1) / UNIT, gridDim.y == 1);
+    const Mass mass = sum_units(s.units, (size + UNIT - 1) / UNIT);
     const int i = threadIdx.x;
     if (i >= k || i >= K) return;
     const u64 key = s.best[i];
@@ -706,8 +752,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_partia
     __shared__ Shared s;
     const int number = blockIdx.x;
     const Row row = row_of(logits, stride, size, number);
-    UnitSum* units;
-    if (!select(s, row, {ticket, keys, unit_sums}, run, units)) return;
+    if (!select(s, row, {ticket, keys, unit_sums}, run)) return;
     const int i = threadIdx.x;
     if (i < k && i < K) {
         const u64 key = s.best[i];
@@ -715,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_partia
         id[(i64)number * k + i] = key == NO_KEY ? NO_ID : first_id + key_id(key);
     }
     if (i >= WARP) return;
-    const Mass sum = sum_units(units, (size + UNIT - 1) / UNIT, gridDim.y == 1);
+    const Mass sum = sum_units(s.units, (size + UNIT - 1) / UNIT);
     if (i == 0) {
         mass[3 * (i64)number] = sum.top;
         mass[3 * (i64)number + 1] = (i64)sum.high;
