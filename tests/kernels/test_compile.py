@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 
-from kdray.kernels import cuda_sampling, cuda_topk
-from kdray.kernels.loader import MAX_BLOCK_BYTES, compile_cubin
+from kdray.kernels import cuda_sampling, cuda_topk, cuda_trees
+from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 
 ARCHS = ("sm_90", "sm_120")
@@ -16,17 +17,27 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("topk_logprob", "INPUT_BF16=0"): 128,  # 2 blocks of 256; a unit and the next one are 64
     ("topk_partial", "INPUT_BF16=0"): 128,
     ("commit_kv", ""): 96,  # 8 independent moves in flight
-    ("build_tree_pop_128", ""): 96,  # one warp a block
+    ("build_tree_pop_32", ""): 96,  # one warp a block, its frontier and inputs in registers
+    ("build_tree_pop_64", ""): 96,
+    ("build_tree_pop_128", ""): 96,
 }
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
         cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES
     ],
+    "build_tree": [
+        dict(defines) for defines in sorted({design.defines for design in cuda_trees.DESIGNS})
+    ],
     "sample_tokens": [cuda_sampling.defines(dtype) for dtype in cuda_topk.DTYPES],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
+
+
+@cache
+def compiled(name: str, arch: str, defines: tuple[tuple[str, str | int], ...]) -> Cubin:
+    return compile_cubin(name, arch, dict(defines))
 
 
 def words(defines: Defines) -> list[str]:
@@ -47,7 +58,7 @@ def test_the_table_names_sources_that_exist() -> None:
     ("name", "defines"), CASES, ids=[" ".join([name, *words(defines)]) for name, defines in CASES]
 )
 def test_a_kernel_keeps_its_budgets(name: str, defines: Defines, arch: str) -> None:
-    cubin = compile_cubin(name, arch, defines)
+    cubin = compiled(name, arch, tuple(defines.items()))
     assert cubin.entries, "no entry point"
     for entry, usage in cubin.entries.items():
         assert usage.spill_bytes == 0, f"{entry} spills:\n{cubin.log}"
@@ -55,6 +66,12 @@ def test_a_kernel_keeps_its_budgets(name: str, defines: Defines, arch: str) -> N
         assert usage.registers <= budget(entry, defines), f"{entry}: {usage}"
         assert usage.shared_bytes <= MAX_BLOCK_BYTES, f"{entry}: {usage}"
     assert "warning" not in cubin.log
+
+
+def test_tree_designs_fit_with_their_dynamic_memory() -> None:
+    for design in cuda_trees.DESIGNS:
+        usage = compiled("build_tree", ARCHS[0], design.defines).entries[design.entry]
+        assert usage.shared_bytes + design.shared_bytes <= MAX_BLOCK_BYTES, design
 
 
 @pytest.mark.parametrize("name", SOURCES)
