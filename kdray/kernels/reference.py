@@ -82,6 +82,8 @@ class ReferenceOps:
         return torch.from_numpy(token).to(logits.device)
 
     def accept_paths(self, trees: DraftTrees, target: Tensor, depth: int) -> AcceptedPaths:
+        if trees.token.shape[1] == 1:
+            return _stay(target, depth)
         drawn = target.cpu().numpy()
         paths = [
             _follow_or_stay(tree, drawn[r], depth) for r, tree in enumerate(_host_trees(trees))
@@ -170,6 +172,14 @@ def _pad_trees(trees: Sequence[DraftTree], num_nodes: int, device: torch.device)
         score=tensor(score),
         mask=tensor(mask.view(np.int32)),
         num_nodes=tensor(counts),
+    )
+
+
+def _stay(target: Tensor, depth: int) -> AcceptedPaths:
+    """The paths of roots without drafts."""
+    node = target.new_zeros(len(target), 1 + depth, dtype=torch.int32)
+    return AcceptedPaths(
+        node=node, length=torch.ones_like(node[:, 0]), bonus=target[:, 0].to(torch.int32)
     )
 
 

@@ -81,8 +81,17 @@ def scatter(mixed: Tensor, tile: AttentionTile, out: Tensor) -> None:
 
 def tile_batch(batch: AttentionBatch) -> list[AttentionTile]:
     """Every row of the batch in exactly one tile."""
+    if batch.row_start == (0, 1):
+        return [_single_row(batch)]
     bits = mask_to_bool(batch.mask.cpu().numpy(), batch.mask.shape[1])
     return [_tile(spans, batch, bits) for spans in _groups(batch)]
+
+
+def _single_row(batch: AttentionBatch) -> AttentionTile:
+    """Plain decoding of one request: its row sees all keys."""
+    num_keys = next(_spans(batch, 0, 1)).num_keys
+    slots = batch.slots[0, :num_keys]
+    return AttentionTile(slots=slots, bias=None, shape=(1, 1, num_keys), rows=None, own=None)
 
 
 def _groups(batch: AttentionBatch) -> Iterator[list[_Span]]:

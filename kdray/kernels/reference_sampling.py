@@ -22,6 +22,11 @@ NOISE_AT_ONCE = 1 << 20  # numbers of noise made in one go, to bound the memory
 
 def sample_tokens(logits: NDArray[np.float32], rows: SamplingRows) -> NDArray[np.int32]:
     """[M, V] -> [M] int32. Raises ValueError naming the row where no token is left to draw."""
+    if all(params.temperature == 0.0 and not adjusts(params) for params in rows.params):
+        token: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
+        # NaN and +inf come out as the largest; then, and only then, the rows need cleaning first.
+        if np.isfinite(logits[np.arange(len(logits)), token]).all():
+            return token
     values = clean_logits(logits)
     _adjust(values, rows)
     _check_drawable(values)
@@ -31,7 +36,7 @@ def sample_tokens(logits: NDArray[np.float32], rows: SamplingRows) -> NDArray[np
     for start in range(0, len(warm), stride):
         some = warm[start : start + stride]
         values[some] = _noisy(temper(values[some], temperature[some]), some.tolist(), rows)
-    token: NDArray[np.int32] = values.argmax(axis=1).astype(np.int32)
+    token = values.argmax(axis=1).astype(np.int32)
     return token
 
 
