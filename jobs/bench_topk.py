@@ -45,6 +45,7 @@ VARIANTS: tuple[Defines, ...] = (
     {"BLOCKS_PER_SM": 3},
     {"PREFETCH": 0},
     {"PREFETCH": 0, "BLOCKS_PER_SM": 5},
+    {"PREFETCH": 0, "SUM_FIRST": 0},
     {"FIRST_RANKING": 2, "SECOND_RANKING": 6},
     {"FIRST_RANKING": 6, "SECOND_RANKING": 14},
 )

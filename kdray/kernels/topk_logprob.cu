@@ -41,6 +41,9 @@
 #ifndef PREFETCH  // 1: load a warp's next unit before it works on the present one
 #define PREFETCH 1
 #endif
+#ifndef SUM_FIRST  // 1: exponentials before the selection, whose registers the slice then leaves free
+#define SUM_FIRST 1
+#endif
 #ifndef FIRST_RANKING  // segments of a block before survivors are ranked: ever fewer pass after it
 #define FIRST_RANKING 3
 #endif
@@ -318,8 +321,9 @@ __device__ int fixed_point(float value, double normaliser) {
     return round_to_int(logprob * 4194304.0);
 }
 
-// The sum of a warp's unit; `most` is the lane's largest logit. In a fixed order.
-__device__ __forceinline__ UnitSum sum_unit(const Slice& slice, float most) {
+// The sum of a warp's unit, in a fixed order, to its place; `most` is the lane's largest logit.
+__device__ __forceinline__ void sum_unit(const Slice& slice, float most, UnitSum* units, int first,
+                                         int size) {
     const u32 best = __reduce_max_sync(ALL_LANES, ordered(most));
     const float reference = rintf(fmaxf(from_ordered(best), ALMOST_NOTHING) * LOG2_E);
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -329,7 +333,7 @@ __device__ __forceinline__ UnitSum sum_unit(const Slice& slice, float most) {
     float whole = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
     for (int step = 16; step; step /= 2) whole += __shfl_xor_sync(ALL_LANES, whole, step);
-    return {round_to_int(reference), whole};
+    if (lane_id() == 0 && first < size) units[first / UNIT] = {round_to_int(reference), whole};
 }
 
 // ---------------------------------------------------------------- survivors
@@ -704,11 +708,10 @@ __device__ __forceinline__ bool select(Shared& s, const Row& row, const Workspac
                 slice.clean();
                 maxima.take(slice);
             }
-            // The sum comes first: what follows needs the slice no more, so its registers are free.
-            const UnitSum sum = sum_unit(slice, maxima.most);
-            if (lane_id() == 0 && first < row.size) units[first / UNIT] = sum;
+            if (SUM_FIRST) sum_unit(slice, maxima.most, units, first, row.size);
             if (segment == begin) bound = first_bound(s, maxima.most);
             bound = keep_survivors(s, row, maxima, first, bound);
+            if (!SUM_FIRST) sum_unit(slice, maxima.most, units, first, row.size);
             const int done = segment + 1 - begin;
             if (segment + 1 == end || done == FIRST_RANKING || done == SECOND_RANKING)
                 bound = rank_lists(s, bound);
