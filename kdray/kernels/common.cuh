@@ -139,3 +139,5 @@ __device__ __forceinline__ float from_ordered(u32 key) {
 
 __device__ __forceinline__ float bf16_low(u32 pair) { return float_of(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return float_of(pair & 0xffff0000u); }
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
