@@ -72,6 +72,41 @@ def look_back(
     )
 
 
+def look_back_on_device(
+    root_position: Tensor,
+    page_table: Tensor,
+    visibility: DraftVisibility,
+    *,
+    block_size: int,
+    page_size: int,
+) -> BlockContext:
+    """The same from device tensors alone, nothing waiting for the host: what a CUDA graph replays.
+
+    root_position [R] int32 or int64, page_table [R, P] int32. All P * page_size positions, or the
+    window's, are read whatever the lengths, so the shapes hold for every replay.
+    """
+    end = root_position.long()[:, None]
+    length, start = page_table.shape[1] * page_size, torch.zeros_like(end)
+    if visibility.window is not None:
+        length = min(length, visibility.window - 1)
+        start = (end - length).clamp(min=0)
+    block = torch.arange(block_size, device=page_table.device)
+    position = start + torch.arange(length, device=page_table.device)
+    padding = position >= end
+    wanted = position.masked_fill(padding, 0)
+    page = page_table.long().gather(1, wanted // page_size)
+    slots = torch.cat([page * page_size + wanted % page_size, torch.zeros_like(block + end)], dim=1)
+    key = torch.cat([position, end + block], dim=1)[:, None, :]
+    query = (end + block)[:, :, None]
+    real = torch.cat([~padding, torch.ones_like(block + end, dtype=torch.bool)], dim=1)[:, None, :]
+    visible = real.expand(-1, block_size, -1)
+    if visibility.causal:
+        visible = visible & (key <= query)
+    if visibility.window is not None:
+        visible = visible & ((query - key).abs() < visibility.window)
+    return BlockContext(slots=slots, padding=padding, visible=visible[:, None])
+
+
 def slots_at(request: PlannedRequest, position: Int64Array, page_size: int) -> Int64Array:
     """Cache slots of a request's positions, by its page table."""
     pages: Int64Array = request.pages[position // page_size].astype(np.int64)

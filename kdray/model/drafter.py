@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
+from kdray.core.plan import AcceptedPaths, Candidates, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
 from kdray.kernels.ops import Ops
 from kdray.model.config import ModelConfig
 from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig, DraftVisibility
-from kdray.model.dflash_context import BlockContext, look_back, slots_at
+from kdray.model.dflash_context import BlockContext, look_back, look_back_on_device, slots_at
 from kdray.model.dflash_weights import load_weights
 from kdray.model.target import TargetModel
 from kdray.model.target_tables import TargetTables
@@ -132,15 +132,47 @@ class DFlashDrafter:
         if not drafting:
             return _absent(shape, self._device)
         chosen = torch.tensor(drafting, device=self._device)
-        hidden = self._draft([plan.requests[r] for r in drafting], roots.to(self._device)[chosen])
-        logits = F.linear(hidden, self.tables.head).float()
-        token, score = self._ops.topk_logprob(logits, self._candidates)
+        requests = [plan.requests[r] for r in drafting]
+        start = np.array([request.root_position for request in requests], dtype=np.int64)
+        token, score = self._best(
+            roots.to(self._device)[chosen],
+            torch.from_numpy(start).to(self._device),
+            self._contexts(
+                lambda visibility: look_back(
+                    requests,
+                    visibility,
+                    block_size=self.network.config.block_size,
+                    page_size=self._page_size,
+                    device=self._device,
+                )
+            ),
+        )
         if len(drafting) == len(plan.requests):
             return Candidates(token=token, score=score)
         padded = _absent(shape, self._device)
         padded.token[chosen] = token
         padded.score[chosen] = score
         return padded
+
+    @torch.inference_mode()
+    def propose_on_device(
+        self, roots: Tensor, root_position: Tensor, page_table: Tensor
+    ) -> Candidates:
+        """propose for R requests whose state lives on the device; nothing waits for the host.
+
+        roots, root_position [R] int32; page_table [R, P] int32, all positions of which are read.
+        """
+        contexts = self._contexts(
+            lambda visibility: look_back_on_device(
+                root_position,
+                page_table,
+                visibility,
+                block_size=self.network.config.block_size,
+                page_size=self._page_size,
+            )
+        )
+        token, score = self._best(roots, root_position, contexts)
+        return Candidates(token=token, score=score)
 
     @torch.inference_mode()
     def extend(
@@ -155,33 +187,52 @@ class DFlashDrafter:
         for cache, kv in zip(self.cache, layers, strict=True):
             cache[slots] = kv
 
+    @torch.inference_mode()
+    def extend_on_device(
+        self, paths: AcceptedPaths, features: Tensor, root_position: Tensor, page_table: Tensor
+    ) -> None:
+        """extend for R decoding requests whose state lives on the device.
+
+        features [R, N, F] of every node; root_position [R] int32 before the step's tokens are
+        added; page_table [R, P] int32. A path shorter than the longest repeats its last node, which
+        writes the same numbers to the same place again.
+        """
+        step = torch.arange(paths.node.shape[1], device=self._device)
+        step = torch.minimum(step, paths.length.long()[:, None] - 1)
+        node = paths.node.long().gather(1, step)
+        rows = features.gather(1, node[..., None].expand(-1, -1, features.shape[-1]))
+        position = root_position.long()[:, None] + step
+        page = page_table.long().gather(1, position // self._page_size)
+        slots = (page * self._page_size + position % self._page_size).flatten()
+        known = rows.flatten(0, 1).to(self.tables.head.dtype)
+        layers = self.network.context_kv(known, position.flatten())
+        for cache, kv in zip(self.cache, layers, strict=True):
+            cache.index_put_((slots,), kv)
+
     @property
     def _device(self) -> torch.device:
         return self.tables.head.device
 
-    def _draft(self, requests: Sequence[PlannedRequest], roots: Tensor) -> Tensor:
-        """Hidden states of the masked slots [R, L, E] behind roots [R]."""
+    def _best(
+        self, roots: Tensor, root_position: Tensor, contexts: Sequence[LayerContext]
+    ) -> tuple[Tensor, Tensor]:
+        """The K best tokens and their scores [R, L, K] behind roots [R] at root_position [R]."""
         config = self.network.config
-        block = roots.new_full((len(requests), config.block_size), config.mask_token_id)
+        block = roots.new_full((len(roots), config.block_size), config.mask_token_id)
         block[:, 0] = roots
-        start = np.array([[request.root_position] for request in requests], dtype=np.int64)
-        position = torch.from_numpy(start + np.arange(config.block_size)).to(self._device)
+        offset = torch.arange(config.block_size, device=self._device)
         embedded = F.embedding(block, self.tables.embedding)
-        return self.network.draft(embedded, position, self._contexts(requests))
+        hidden = self.network.draft(embedded, root_position[:, None] + offset, contexts)
+        logits = F.linear(hidden, self.tables.head)
+        return self._ops.topk_logprob(logits, self._candidates)
 
-    def _contexts(self, requests: Sequence[PlannedRequest]) -> list[LayerContext]:
+    def _contexts(self, look: Callable[[DraftVisibility], BlockContext]) -> list[LayerContext]:
         """Each layer's context; layers that see alike share the mask."""
         seen: dict[DraftVisibility, BlockContext] = {}
         contexts = []
         for cache, visibility in zip(self.cache, self.network.config.layers, strict=True):
             if visibility not in seen:
-                seen[visibility] = look_back(
-                    requests,
-                    visibility,
-                    block_size=self.network.config.block_size,
-                    page_size=self._page_size,
-                    device=self._device,
-                )
+                seen[visibility] = look(visibility)
             view = seen[visibility]
             contexts.append(LayerContext(kv=view.read(cache), visible=view.visible))
         return contexts

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kdray.core.plan import AcceptedPaths, StepPlan
 from kdray.core.tree import ABSENT, FRACTION_BITS
 from kdray.errors import CheckpointError, ConfigError
 from kdray.model.drafter import DFlashDrafter
@@ -45,13 +46,27 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def device_state(plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Root positions [R] and page tables [R, P] as they lie on a device, with room to spare."""
+    position = torch.tensor([r.root_position for r in plan.requests], dtype=torch.int32)
+    width = 3 + max(len(request.pages) for request in plan.requests)
+    table = torch.zeros(len(plan.requests), width, dtype=torch.int32)
+    for row, request in zip(table, plan.requests, strict=True):
+        row[: len(request.pages)] = torch.from_numpy(request.pages)
+    return position, table
+
+
 def assert_drafts_like_the_plain_one(
     rounds: Rounds, ops: WatchedOps, config: dict[str, Any], tables: dict[str, torch.Tensor]
 ) -> None:
     count = len(rounds.known)
     roots = torch.arange(10, 10 + count, dtype=torch.int32)
-    candidates = rounds.drafter.propose(rounds.plan([1] * count, [3] * count), roots)
-    assert ops.logits is not None
+    plan = rounds.plan([1] * count, [3] * count)
+    on_device = rounds.drafter.propose_on_device(roots, *device_state(plan))
+    candidates = rounds.drafter.propose(plan, roots)
+    assert torch.equal(on_device.token, candidates.token)
+    close = (on_device.score - candidates.score).abs().max() < 1e-4 * 2**FRACTION_BITS
+    assert ops.logits is not None and close
     logits = ops.logits.view(count, rounds.drafter.depth, -1).double()
     for r in range(count):
         wanted = draft_logits(config, draft_tensors(config), tables, rounds.known[r], int(roots[r]))
@@ -161,7 +176,7 @@ def test_bfloat16_drafts_close_to_float32(tmp_path: Path) -> None:
     rounds = Rounds(drafter, num_requests=2, page_size=4, num_pages=64, seed=0)
     rounds.prefill([6, 11])
     drafter.propose(rounds.plan([1, 1], [2, 2]), torch.tensor([3, 4], dtype=torch.int32))
-    assert ops.logits is not None and ops.logits.dtype == torch.float32
+    assert ops.logits is not None and ops.logits.dtype == torch.bfloat16
     wanted = [
         draft_logits(config, draft_tensors(config), tables_of(tmp_path), rounds.known[r], 3 + r)
         for r in range(2)
@@ -222,3 +237,27 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, field: str, valu
             ops=WatchedOps(),  # type: ignore[arg-type]
             **SIZES,
         )
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_accepted_paths_are_learnt_on_the_device_as_on_the_host(
+    tmp_path: Path, page_size: int
+) -> None:
+    drafter, _ = load(tmp_path, draft_config(), page_size=page_size, num_pages=192)
+    rounds = Rounds(drafter, num_requests=3, page_size=page_size, num_pages=192, seed=2)
+    rounds.prefill([6, 9, 1])
+    plan = rounds.plan([1, 1, 1], [5, 0, 4])
+    nodes, length = [6, 1, 5], [4, 1, 2]
+    node = torch.tensor([[0, 1, 3, 4, 99], [0, 99, 99, 99, 99], [0, 2, 99, 99, 99]]).int()
+    paths = AcceptedPaths(node=node, length=torch.tensor(length).int(), bonus=torch.zeros(3).int())
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(3, 6, rounds.known[0].shape[1], generator=generator)
+    before = [cache.clone() for cache in drafter.cache]
+    flat = torch.cat([features[r, :n] for r, n in enumerate(nodes)])
+    drafter.extend(plan, paths, flat, [0, 6, 7, 12])
+    wanted = [cache.clone() for cache in drafter.cache]
+    for cache, kept in zip(drafter.cache, before, strict=True):
+        cache.copy_(kept)
+    drafter.extend_on_device(paths, features, *device_state(plan))
+    for cache, exact in zip(drafter.cache, wanted, strict=True):
+        torch.testing.assert_close(cache, exact, equal_nan=True, atol=1e-5, rtol=1e-5)
