@@ -19,34 +19,36 @@ from torch import Tensor
 
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_rope import DraftRope, Rotation
-from kdray.model.layers import rms_norm, swiglu
+from kdray.model.layers import RmsNorm, swiglu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftLayer:
     """One layer's weights, [in, out]; E width, H query heads, G key heads, D head dim, I inner.
 
-    input_norm, post_norm [E]; qkv [E, (H + 2 G) D], q before k before v; head_norm [H + G, D], the
-    q norm for every query head, then the k norm; out [H D, E]; gate_up [E, 2 I]; down [I, E]
+    input_norm, post_norm over E; qkv [E, (H + 2 G) D], q before k before v; head_norm over
+    [H + G, D], the q norm for every query head, then the k norm; key_norm, its last G rows;
+    out [H D, E]; gate_up [E, 2 I]; down [I, E]
     """
 
-    input_norm: Tensor
+    input_norm: RmsNorm
     qkv: Tensor
-    head_norm: Tensor
+    head_norm: RmsNorm
+    key_norm: RmsNorm
     out: Tensor
-    post_norm: Tensor
+    post_norm: RmsNorm
     gate_up: Tensor
     down: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftWeights:
-    """fc [F, E], hidden_norm [E], norm [E], and the layers."""
+    """fc [F, E], hidden_norm and norm over E, and the layers."""
 
     fc: Tensor
-    hidden_norm: Tensor
+    hidden_norm: RmsNorm
     layers: tuple[DraftLayer, ...]
-    norm: Tensor
+    norm: RmsNorm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,29 +73,26 @@ class DFlashNetwork:
 
     def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
         """Features [M, F] of tokens at position [M] -> per layer their K and V [M, 2, G, D]."""
-        weights, config = self.weights, self.config
-        known = rms_norm(
-            torch.matmul(features, weights.fc), weights.hidden_norm, config.rms_norm_eps
-        )
+        weights = self.weights
+        known = weights.hidden_norm(torch.matmul(features, weights.fc))
         turn = self._rope.at(position)
         return [self._context_kv_of(layer, known, turn) for layer in weights.layers]
 
     def draft(self, block: Tensor, position: Tensor, contexts: Sequence[LayerContext]) -> Tensor:
         """Embedded blocks [R, S, E] at position [R, S] -> what the head reads, [R, S - 1, E]."""
-        eps = self.config.rms_norm_eps
         turn = self._rope.at(position)
         x = block
         for layer, context in zip(self.weights.layers, contexts, strict=True):
-            x = x + self._attend(layer, rms_norm(x, layer.input_norm, eps), turn, context)
-            inner = torch.matmul(rms_norm(x, layer.post_norm, eps), layer.gate_up)
+            x = x + self._attend(layer, layer.input_norm(x), turn, context)
+            inner = torch.matmul(layer.post_norm(x), layer.gate_up)
             x = x + torch.matmul(swiglu(inner), layer.down)
-        return rms_norm(x[:, 1:], self.weights.norm, eps)
+        return self.weights.norm(x[:, 1:])
 
     def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         kv = torch.matmul(known, layer.qkv[:, heads * dim :]).view(-1, 2, groups, dim)
-        key = turn.apply(self._normed(kv[:, 0], layer.head_norm[heads:]))
+        key = turn.apply(layer.key_norm(kv[:, 0]))
         return torch.stack((key, kv[:, 1]), dim=1)
 
     def _attend(
@@ -104,7 +103,7 @@ class DFlashNetwork:
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows, slots, _ = x.shape
         qkv = torch.matmul(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
-        turned = turn.apply(self._normed(qkv[:, :, : heads + groups], layer.head_norm))
+        turned = turn.apply(layer.head_norm(qkv[:, :, : heads + groups]))
         query = turned[:, :, :heads]
         own = context.kv[:, -slots:]
         own[:, :, 0] = turned[:, :, heads:]
@@ -114,7 +113,3 @@ class DFlashNetwork:
             query.transpose(1, 2), key, value, attn_mask=context.visible, enable_gqa=groups < heads
         )
         return torch.matmul(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm of every head of x [.., H, D] with its own weight [H, D]."""
-        return rms_norm(x, weight, self.config.rms_norm_eps)

@@ -13,6 +13,7 @@ from kdray.errors import CheckpointError, UnsupportedModel
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.dflash import DraftLayer, DraftWeights
 from kdray.model.dflash_config import DFlashConfig
+from kdray.model.layers import RmsNorm
 
 # Names of the native export that differ from z-lab's.
 _ALIASES = {
@@ -25,14 +26,14 @@ def load_weights(
     folder: str | Path, config: DFlashConfig, dtype: torch.dtype, device: torch.device
 ) -> DraftWeights:
     """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined."""
-    reader = _Reader(Checkpoint.open(folder), dtype, device)
+    reader = _Reader(Checkpoint.open(folder), dtype, device, config.rms_norm_eps)
     shapes = dict(_shapes(config))
     reader.check(shapes)
     return DraftWeights(
         fc=reader.matrix("fc.weight"),
-        hidden_norm=reader.vector("hidden_norm.weight"),
+        hidden_norm=reader.norm("hidden_norm.weight"),
         layers=tuple(_layer(reader, i, config) for i in range(len(config.layers))),
-        norm=reader.vector("norm.weight"),
+        norm=reader.norm("norm.weight"),
     )
 
 
@@ -41,6 +42,7 @@ class _Reader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
+    eps: float
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Every wanted tensor is there with its shape, and no tensor is left unread."""
@@ -52,6 +54,9 @@ class _Reader:
                 f"{self.checkpoint.folder} holds {unread[0]} ({len(unread)} such tensors), which "
                 "no plain DFlash drafter has; drafters with further parts are not supported yet"
             )
+
+    def norm(self, name: str) -> RmsNorm:
+        return RmsNorm.of(self.vector(name), self.eps)
 
     def vector(self, name: str) -> Tensor:
         stored = self.checkpoint.tensor(self._stored_name(name))
@@ -79,13 +84,14 @@ def _layer(reader: _Reader, index: int, config: DFlashConfig) -> DraftLayer:
     prefix = f"layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     q_norm, k_norm = (reader.vector(f"{attention}{x}_norm.weight") for x in "qk")
-    head_norm = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
+    query_norms, key_norms = [q_norm] * config.num_heads, [k_norm] * config.num_kv_heads
     return DraftLayer(
-        input_norm=reader.vector(f"{prefix}input_layernorm.weight"),
+        input_norm=reader.norm(f"{prefix}input_layernorm.weight"),
         qkv=reader.matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
-        head_norm=torch.stack(head_norm),
+        head_norm=RmsNorm.of(torch.stack(query_norms + key_norms), reader.eps),
+        key_norm=RmsNorm.of(torch.stack(key_norms), reader.eps),
         out=reader.matrix(f"{attention}o_proj.weight"),
-        post_norm=reader.vector(f"{prefix}post_attention_layernorm.weight"),
+        post_norm=reader.norm(f"{prefix}post_attention_layernorm.weight"),
         gate_up=reader.matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
         down=reader.matrix(f"{mlp}down_proj.weight"),
     )

@@ -33,11 +33,6 @@ class RmsNorm(NamedTuple):
         return (x * scale).to(x.dtype) * self.weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RmsNorm where nothing is kept between calls."""
-    return RmsNorm.of(weight, eps)(x)
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [.., in] times a weight in the checkpoint's layout [out, in] -> [.., out]."""
     return F.linear(x, weight)
