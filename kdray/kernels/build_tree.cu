@@ -19,7 +19,7 @@
 // sizes    L, K, N
 //
 // Grid R blocks, one a request; nothing is shared between requests. Entries, by the greatest N:
-//   build_tree_pop_{32,64,128}   32 threads, N <= 1 + that: branch-free pops (build_tree_pop.cuh);
+//   build_tree_pop_{32,64,128}   128 threads, N <= 1 + that: branch-free pops (build_tree_pop.cuh);
 //                                static shared memory 10 to 24 KB
 //   build_tree_threshold_{256,1024}  512 threads (other powers of two by -D), N <= 1 + that:
 //                                count, expand, rank (build_tree_threshold.cuh); dynamic shared
@@ -101,17 +101,34 @@ __device__ __forceinline__ void build_tree_pop(const Outputs& out, const Inputs&
     const Candidates rows = candidates(in);
     const Request request = read_request(in);
     const int fours = max(1, (int)((unsigned)(min(in.K, in.N - 1) + 3) / 4));
-    const int count = build_by_popping(rows, request.asked, in.N - 1, fours, s);
+    const int warp = threadIdx.x >> 5;
+    read_rows(rows, fours, s);
+    __syncthreads();
+
+    if (warp == 0) {
+        const int count = build_by_popping(rows, request.asked, in.N - 1, fours, s);
+        if (threadIdx.x == 0) s.count = count;
+    }
+    if (warp == 2)
+        for (int n = threadIdx.x & 31; n <= 32 * SLOTS; n += 32)
+            s.first_child[n] = s.next_sibling[n] = -1;
     copy_async_wait();
-    __syncwarp();
     const TreeRow tree = tree_row(out, in, request);
-    write_columns<32>(tree, s.record, count,
-                      [&](int depth, int rank) { return s.token[4 * fours * depth + rank]; });
-    if constexpr (SLOTS == 1)
+    __syncthreads();
+
+    const int count = s.count;
+    if (warp == 0)
+        write_tokens_of_warp(tree, s.record, count, [&](int depth, int rank) {
+            return s.token[4 * fours * depth + rank];
+        });
+    else if (warp == 1 && SLOTS == 1)
         write_mask_of_32(tree, s.record, count, rows.L);
-    else
+    else if (warp == 1)
         write_mask_of_slots<SLOTS>(tree, s.record, count, rows.L, s.above, s.ancestor);
-    write_links_of_warp(tree, s.record, count, s.child, s.first_child, s.next_sibling);
+    else if (warp == 2)
+        write_links_of_warp(tree, s.record, count, s.child, s.first_child, s.next_sibling);
+    else
+        write_shape_of_warp(tree, s.record, count);
 }
 
 template <class Shape>
@@ -141,21 +158,21 @@ __device__ __forceinline__ void build_tree_threshold(const Outputs& out, const I
     Outputs{token, parent, depth, score, position, mask, num_nodes, first_child, next_sibling}
 #define KDRAY_INPUTS Inputs{candidate_token, candidate_score, roots, base, budgets, L, K, N}
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(POP_THREADS)
 build_tree_pop_32(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<1> shared;
     build_tree_pop<1>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(POP_THREADS)
 build_tree_pop_64(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<2> shared;
     build_tree_pop<2>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(POP_THREADS)
 build_tree_pop_128(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<4> shared;

@@ -30,19 +30,51 @@ __device__ __forceinline__ void write_columns(const TreeRow& out, const Record* 
     if (threadIdx.x == 0) *out.num_nodes = count + 1;
 }
 
+// Parts of the same by one warp each, without a branch but the loop; record 0 is the root's.
+template <class TokenOf>
+__device__ __forceinline__ void write_tokens_of_warp(const TreeRow& out, const Record* record,
+                                                     int count, TokenOf token_of)
+{
+    for (int n = threadIdx.x & 31; n < out.N; n += 32) {
+        const bool real = n <= count;
+        const Record r = record[real ? n : 0];
+        const int depth = key_depth(r.y);
+        const int token = token_of(max(depth - 1, 0), record_rank(r));
+        out.token[n] = n == 0 ? out.root : real ? token : 0;
+        if (out.position != nullptr) out.position[n] = out.base + depth;
+    }
+}
+
+__device__ __forceinline__ void write_shape_of_warp(const TreeRow& out, const Record* record,
+                                                    int count)
+{
+    const int lane = threadIdx.x & 31;
+    for (int n = lane; n < out.N; n += 32) {
+        const bool real = n <= count;
+        const Record r = record[real ? n : 0];
+        out.parent[n] = record_parent(r);  // the root's, where there is no node: -1
+        out.depth[n] = key_depth(r.y);
+        out.score[n] = real ? key_score(r.y) : ABSENT;
+    }
+    if (lane == 0) *out.num_nodes = count + 1;
+}
+
 // Ancestor rows of at most 33 nodes by one warp: pointers double, so that a node at depth d has its
 // row after log2(d + 1) rounds.
 __device__ __forceinline__ void write_mask_of_32(const TreeRow& out, const Record* record,
                                                  int count, int L)
 {
-    const int lane = threadIdx.x;
+    const int lane = threadIdx.x & 31;
     // The root leads to itself, which changes nothing, and so does a padding node.
     int ancestor = lane;
     if (lane > 0 && lane <= count) ancestor = record_parent(record[lane]);
     unsigned row = 1u << lane;
-    for (int reach = 1; reach <= L; reach *= 2) {
-        row |= __shfl_sync(FULL_WARP, row, ancestor);
+#pragma unroll
+    for (int reach = 1; reach <= MAX_DEPTH; reach *= 2) {
+        if (reach > L) break;
+        const unsigned above = __shfl_sync(FULL_WARP, row, ancestor);
         ancestor = __shfl_sync(FULL_WARP, ancestor, ancestor);
+        row |= above;
     }
     const int last_parent = count == 32 ? record_parent(record[32]) : 0;
     const unsigned last = __shfl_sync(FULL_WARP, row, last_parent);
@@ -62,7 +94,7 @@ __device__ __forceinline__ void write_mask_of_slots(const TreeRow& out, const Re
                                                     int count, int L, unsigned (*above)[SLOTS],
                                                     int* ancestors)
 {
-    const int lane = threadIdx.x;
+    const int lane = threadIdx.x & 31;
     unsigned row[SLOTS][SLOTS];
     int ancestor[SLOTS];
 #pragma unroll
@@ -108,29 +140,30 @@ __device__ __forceinline__ void write_mask_of_slots(const TreeRow& out, const Re
     }
 }
 
-// First child and next sibling, -1 where there is none, by one warp. `child` is a table of nodes by
-// parent and rank; entries without a node are never read.
+// First child and next sibling, -1 where there is none, by one warp, which has filled first and next
+// with -1 before. `child` is a table of nodes by parent and rank; entries without a node are never
+// read.
 __device__ __forceinline__ void write_links_of_warp(const TreeRow& out, const Record* record,
                                                     int count, unsigned char* child, int* first,
                                                     int* next)
 {
     if (out.first_child == nullptr && out.next_sibling == nullptr) return;
-    const int lane = threadIdx.x;
-    for (int n = lane; n < out.N; n += 32) first[n] = next[n] = -1;
-    for (int n = 1 + lane; n <= count; n += 32)
-        child[record_parent(record[n]) * MAX_WIDTH + record_rank(record[n])] = (unsigned char)n;
+    const int lane = threadIdx.x & 31;
+    for (int n = 1 + lane; n <= count; n += 32) {
+        const int parent = record_parent(record[n]), rank = record_rank(record[n]);
+        child[parent * MAX_WIDTH + rank] = (unsigned char)n;
+        if (rank == 0) first[parent] = n;
+    }
     __syncwarp();
     for (int n = 1 + lane; n <= count; n += 32) {
         const int parent = record_parent(record[n]), rank = record_rank(record[n]);
-        if (rank == 0)
-            first[parent] = n;
-        else
-            next[child[parent * MAX_WIDTH + rank - 1]] = n;
+        if (rank > 0) next[child[parent * MAX_WIDTH + rank - 1]] = n;
     }
     __syncwarp();
     for (int n = lane; n < out.N; n += 32) {
-        if (out.first_child != nullptr) out.first_child[n] = first[n];
-        if (out.next_sibling != nullptr) out.next_sibling[n] = next[n];
+        const int first_child = first[n], next_sibling = next[n];
+        if (out.first_child != nullptr) out.first_child[n] = first_child;
+        if (out.next_sibling != nullptr) out.next_sibling[n] = next_sibling;
     }
 }
 

@@ -1,5 +1,8 @@
 // Design P: one warp a request pops node after node, without a branch in the loop.
 //
+// The block's other warps read the rows with it and wait; then each writes its share of the tree.
+// What one warp does behind the other costs a tree of 16 nodes as much as its pops.
+//
 // Node i has its frontier entry (its best child not yet taken) in lane i % 32, slot i / 32, as
 // registers: the key of that child, the key of the sibling behind it, and the difference from there
 // to the next one. So a winner's new key is at hand and its load is needed two pops later.
@@ -32,6 +35,8 @@
 constexpr int LOWEST_SCORE = -(1 << 26);         // of the fast loop
 constexpr int LOWEST_STEP = LOWEST_SCORE * 16;   // -2^30
 constexpr int LAST_KEY = LOWEST_STEP + MAX_DEPTH;
+constexpr int POP_WARPS = 4;
+constexpr int POP_THREADS = 32 * POP_WARPS;
 constexpr int STEPS_PER_ENTRY = 3;  // a new node takes three steps of a row with its first load
 constexpr int TABLE_ROWS = MAX_DEPTH + 1;
 constexpr int TABLE_WORDS = TABLE_ROWS * (MAX_WIDTH + 4) + 2 * KDRAY_POP_UNROLL;
@@ -50,6 +55,7 @@ struct PopShared {
     int next_sibling[32 * SLOTS + 1];
     int now[32 * SLOTS];  // of pop_exactly
     int cursor[32 * SLOTS];
+    int count;
 };
 
 template <int SLOTS>
@@ -201,17 +207,17 @@ __device__ __forceinline__ int4 read_four(const Candidates& rows, int at, int ra
     }
 }
 
-// Fills the table and sends for the tokens. `fours` candidates of each row, by four, are used;
-// AT_ONCE of them are loaded by a lane before it looks at the first.
+// The block fills the table and sends for the tokens. `fours` candidates of each row, by four, are
+// used; AT_ONCE of them are loaded by a thread before it looks at the first.
 template <bool ALIGNED, int AT_ONCE, int SLOTS>
-__device__ __forceinline__ void read_rows(const Candidates& rows, int fours, int lane,
-                                          PopShared<SLOTS>& s)
+__device__ __forceinline__ void read_rows(const Candidates& rows, int fours, PopShared<SLOTS>& s)
 {
+    const int me = threadIdx.x;
     const SharedAddress table = shared_address(s.table);
     const int stride = 4 * fours + 4;
     const int log_fours = 32 - __clz(fours - 1);  // up to a power of two: no division
     const int quads = rows.L << log_fours;
-    for (int start = 0; start < quads; start += 32 * AT_ONCE) {
+    for (int start = 0; start < quads; start += POP_THREADS * AT_ONCE) {
         int4 score[AT_ONCE];
         int before[AT_ONCE];
         SharedAddress place[AT_ONCE];
@@ -219,8 +225,8 @@ __device__ __forceinline__ void read_rows(const Candidates& rows, int fours, int
         bool inside[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            // Lanes beyond the rows read the first candidates and store nothing.
-            const int quad = start + 32 * i + lane;
+            // Threads beyond the rows read the first candidates and store nothing.
+            const int quad = start + POP_THREADS * i + me;
             const int four = quad & ((1 << log_fours) - 1);
             inside[i] = quad < quads && four < fours;
             const int depth = inside[i] ? quad >> log_fours : 0;
@@ -239,8 +245,8 @@ __device__ __forceinline__ void read_rows(const Candidates& rows, int fours, int
         }
     }
     // Nodes at depth L have no children.
-    if (lane <= MAX_DEPTH - rows.L)
-        *(int4*)(s.table + lane * stride) = int4{LOWEST_STEP - 1, 0, 0, 0};
+    if (me <= MAX_DEPTH - rows.L)
+        *(int4*)(s.table + me * stride) = int4{LOWEST_STEP - 1, 0, 0, 0};
 }
 
 // Offsets in the table become ranks; returns the nodes in front of the first pop that was none.
@@ -262,23 +268,25 @@ __device__ __forceinline__ int settle_records(PopShared<SLOTS>& s, int stride, i
     return count;
 }
 
-// Builds one request's tree into s.record; returns its number of draft nodes, which are at most
-// `asked` and `limit`.
+template <int SLOTS>
+__device__ __forceinline__ void read_rows(const Candidates& rows, int fours, PopShared<SLOTS>& s)
+{
+    const bool aligned = rows.K % 4 == 0 && ((size_t)rows.score | (size_t)rows.token) % 16 == 0;
+    if (!aligned)
+        read_rows<false, 1>(rows, fours, s);
+    else if (rows.L * fours <= POP_THREADS / 2)  // a power of two may be up to twice as wide
+        read_rows<true, 1>(rows, fours, s);
+    else
+        read_rows<true, 2>(rows, fours, s);
+}
+
+// One warp builds the request's tree into s.record, record 0 being the root's; returns its number
+// of draft nodes, which are at most `asked` and `limit`. The rows are in place.
 template <int SLOTS>
 __device__ __forceinline__ int build_by_popping(const Candidates& rows, int asked, int limit,
                                                 int fours, PopShared<SLOTS>& s)
 {
-    const int lane = threadIdx.x;
-    const bool aligned = rows.K % 4 == 0 && ((size_t)rows.score | (size_t)rows.token) % 16 == 0;
-    if (!aligned)
-        read_rows<false, 1>(rows, fours, lane, s);
-    else if (rows.L * fours <= 32)
-        read_rows<true, 1>(rows, fours, lane, s);
-    else if (rows.L * fours <= 64)
-        read_rows<true, 2>(rows, fours, lane, s);
-    else
-        read_rows<true, 4>(rows, fours, lane, s);
-    __syncwarp();
+    const int lane = threadIdx.x & 31;
     const int budget = max(0, min(use_from_here(asked), limit));
 
     const PopTable table{shared_address(s.table), 4 * (4 * fours + 4)};
@@ -292,14 +300,14 @@ __device__ __forceinline__ int build_by_popping(const Candidates& rows, int aske
     turn.child = turn.first;
     turn.cursor = ROOT_KEY * table.stride + 4 * STEPS_PER_ENTRY;
     Frontier<SLOTS> frontier;
+    if (lane == 0) s.record[0] = Record{-65536, ROOT_KEY};  // parent -1
     pop_phases<1, SLOTS>(frontier, turn, table, shared_address(s.record), budget, lane);
     __syncwarp();
 
     int count = settle_records(s, table.stride, budget, lane);
-    __syncwarp();
     if (count < budget) {
-        count = pop_exactly<SLOTS>(rows, count, budget, s.record, s.now, s.cursor);
         __syncwarp();
+        count = pop_exactly<SLOTS>(rows, count, budget, s.record, s.now, s.cursor);
     }
     return count;
 }

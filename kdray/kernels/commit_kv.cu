@@ -20,7 +20,7 @@
 // shared memory. Bytes are copied: equal to ReferenceOps.commit_kv exactly.
 
 #ifndef PATH_ROWS
-#define PATH_ROWS 4  // ITEMS of commit_paths
+#define PATH_ROWS 8  // ITEMS of commit_paths
 #endif
 
 constexpr int LIST_ROWS = 8;   // ITEMS of commit_kv

@@ -35,7 +35,7 @@ class PathBlock:
     columns   at most, of 16 bytes
     """
 
-    rows: int = 4
+    rows: int = 8
     columns: int = 128
 
 

@@ -25,7 +25,7 @@ NO_ID = 2**31 - 1
 
 COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
 DTYPES = (torch.bfloat16, torch.float32)
-BLOCKS_A_PROCESSOR = 2  # blocks that keep every multiprocessor busy when rows are few
+BLOCKS_A_PROCESSOR = 3  # blocks that keep every multiprocessor busy when rows are few
 MAX_SPLIT_ROWS = 512  # more rows than this need no splits
 
 

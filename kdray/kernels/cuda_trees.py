@@ -34,9 +34,14 @@ class TreeDesign:
     defines: tuple[tuple[str, int], ...] = ()
 
 
-POP_32 = TreeDesign(entry="build_tree_pop_32", max_budget=32, threads=32)
-POP_64 = TreeDesign(entry="build_tree_pop_64", max_budget=64, threads=32)
-POP_128 = TreeDesign(entry="build_tree_pop_128", max_budget=128, threads=32)
+POP_32 = TreeDesign(
+    entry="build_tree_pop_32",
+    max_budget=32,
+    threads=128,
+    defines=(("KDRAY_POP_UNROLL", 16),),
+)
+POP_64 = TreeDesign(entry="build_tree_pop_64", max_budget=64, threads=128)
+POP_128 = TreeDesign(entry="build_tree_pop_128", max_budget=128, threads=128)
 THRESHOLD_256 = TreeDesign(
     entry="build_tree_threshold_256", max_budget=256, threads=512, shared_bytes=82 * 1024
 )

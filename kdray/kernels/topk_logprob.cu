@@ -44,10 +44,10 @@
 #define SUM_FIRST 1
 #endif
 #ifndef FIRST_RANKING  // segments of a block before survivors are ranked: ever fewer pass after it
-#define FIRST_RANKING 3
+#define FIRST_RANKING 2
 #endif
 #ifndef SECOND_RANKING
-#define SECOND_RANKING 10
+#define SECOND_RANKING 6
 #endif
 
 #include "topk_best.cuh"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_the_order_in_which_threads_run_never_shows(design: TreeDesign, seed: in
 
 def test_unrolling_changes_nothing() -> None:
     defines = (("KDRAY_POP_UNROLL", 32),)
-    design = TreeDesign(entry=POP_64.entry, max_budget=64, threads=32, defines=defines)
+    design = replace(POP_64, defines=defines)
     case = case_of(np.random.default_rng(5), depth=7, width=16, budgets=[64, 33] * len(KINDS))
     assert_equals_core(build(case, 65, design), case)
 
