@@ -66,9 +66,11 @@ class CommitGraph:
     target     [R, N] int32 the target's token after every node; write to it before a replay
     features   [R, N, F] what the drafter reads of every node; likewise
     accepted   paths and bonus tokens; afterwards state.root and state.root_position are the next
+    table      where the caches lie: the graph reads it, so it lives as long
     """
 
     graph: torch.cuda.CUDAGraph
+    table: CacheTable
     target: Tensor
     features: Tensor
     accepted: Acceptance
@@ -112,7 +114,7 @@ class CommitGraph:
         state.root_position.copy_(kept[1])
         for cache, before in zip(drafter.cache, spare, strict=True):
             cache.copy_(before)
-        return cls(graph, target, features, outputs[-1])
+        return cls(graph, table, target, features, outputs[-1])
 
     def replay(self) -> AcceptedPaths:
         self.graph.replay()

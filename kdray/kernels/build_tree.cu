@@ -158,21 +158,21 @@ __device__ __forceinline__ void build_tree_threshold(const Outputs& out, const I
     Outputs{token, parent, depth, score, position, mask, num_nodes, first_child, next_sibling}
 #define KDRAY_INPUTS Inputs{candidate_token, candidate_score, roots, base, budgets, L, K, N}
 
-extern "C" __global__ void __launch_bounds__(POP_THREADS)
+extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_32(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<1> shared;
     build_tree_pop<1>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(POP_THREADS)
+extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_64(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<2> shared;
     build_tree_pop<2>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(POP_THREADS)
+extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_128(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<4> shared;

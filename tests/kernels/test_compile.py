@@ -17,7 +17,8 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("topk_logprob", "INPUT_BF16=0"): 128,  # 2 blocks of 256; a unit and the next one are 64
     ("topk_partial", "INPUT_BF16=0"): 128,
     ("commit_kv", ""): 96,  # 8 independent moves in flight
-    ("build_tree_pop_32", ""): 96,  # one warp a block, its frontier and inputs in registers
+    ("commit_paths", ""): 96,
+    ("build_tree_pop_32", ""): 96,  # one small block a request, its frontier in registers
     ("build_tree_pop_64", ""): 96,
     ("build_tree_pop_128", ""): 96,
 }
