@@ -34,12 +34,7 @@ class TreeDesign:
     defines: tuple[tuple[str, int], ...] = ()
 
 
-POP_32 = TreeDesign(
-    entry="build_tree_pop_32",
-    max_budget=32,
-    threads=128,
-    defines=(("KDRAY_POP_UNROLL", 16),),
-)
+POP_32 = TreeDesign(entry="build_tree_pop_32", max_budget=32, threads=128)
 POP_64 = TreeDesign(entry="build_tree_pop_64", max_budget=64, threads=128)
 POP_128 = TreeDesign(entry="build_tree_pop_128", max_budget=128, threads=128)
 THRESHOLD_256 = TreeDesign(

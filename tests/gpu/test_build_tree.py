@@ -282,15 +282,7 @@ def test_it_runs_on_the_current_stream(loader: KernelLoader, design: TreeDesign)
 
 @pytest.mark.parametrize(
     "design",
-    [
-        TreeDesign(
-            entry=POP_64.entry,
-            max_budget=64,
-            threads=32,
-            defines=(("KDRAY_POP_UNROLL", unroll),),
-        )
-        for unroll in (4, 16, 32)
-    ]
+    [replace(POP_64, defines=(("KDRAY_POP_UNROLL", unroll),)) for unroll in (4, 16, 32)]
     + [
         replace(
             made_of,
