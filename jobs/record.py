@@ -71,7 +71,14 @@ class Record:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._name}-{hardware_name()}.json"
-        path.write_text(json.dumps(self._head() | {"rows": self._rows}, indent=1) + "\n")
+        path.write_text(as_text(self._head(), self._rows))
+
+
+def as_text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """JSON with a line a row, so that a new run shows as changed rows."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    opening = json.dumps(head, indent=1).removesuffix("\n}")
+    return f'{opening},\n "rows": [\n{lines}\n]}}\n'
 
 
 def hardware() -> dict[str, Any]:
