@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def huggingface(kind: str = "kimi") -> DeepseekV3ForCausalLM:
     }[kind]  # fmt: skip
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        **fields, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        **deepcopy(fields),  # transformers writes into the dicts it is given
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
     )
     model = DeepseekV3ForCausalLM(config).eval()
     with torch.no_grad():
