@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
+    if not os.environ.get("RAY_ADDRESS"):  # on a shared cluster Ray Serve may hold the port itself
+        check_port(arguments.host, arguments.port)
     for name, value in _QUIET_ENV.items():
         os.environ.setdefault(name, value)
     connect(min_cpus=config.tp + _SERVE_CPUS)
@@ -81,6 +84,18 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
             gang.stop()
     finally:
         ray.shutdown()
+
+
+def check_port(host: str, port: int) -> None:
+    """Say at once what would otherwise fail when the model is loaded."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise KdrayError(
+                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give another --port"
+            ) from None
 
 
 def attend(arguments: argparse.Namespace, name: str) -> None:
