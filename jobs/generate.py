@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -25,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kdray.actors.cluster import connect
 from kdray.arguments import add_engine_arguments, engine_config
+from kdray.config import EngineConfig
 from kdray.core.request import SamplingParams
-from kdray.errors import KdrayError
-from kdray.model.chat import encode_chat
+from kdray.engine import EngineFacts, resolve
+from kdray.errors import InvalidRequest, KdrayError
+from kdray.model.chat import check_messages, encode_chat
 from kdray.model.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_PROMPT = "Tell a story about Mia and a red kite."
@@ -52,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, sampling = engine_config(arguments), sampling_of(arguments)
         sources = read_sources(arguments)
+        if not os.environ.get("RAY_ADDRESS"):  # what a shared cluster has is seen only there
+            say_how_it_speculates(resolve(config), config)
         connect(min_cpus=config.tp + 1)
         from kdray.actors.gang import Gang
 
@@ -63,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KdrayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def say_how_it_speculates(facts: EngineFacts, config: EngineConfig) -> None:
+    if facts.drafter is None and config.mode != "plain":
+        print("no --drafter: decoding plainly, one token a step", file=sys.stderr)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +96,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_sources(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    if arguments.output is not None and not arguments.output.resolve().parent.is_dir():
+        raise KdrayError(f"--output {arguments.output}: there is no such folder")
     sources = [{"prompt": prompt} for prompt in arguments.prompt or ()]
     if arguments.input is not None:
         try:
@@ -93,6 +105,8 @@ def read_sources(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         except (OSError, UnicodeError) as error:
             raise KdrayError(f"--input {arguments.input} cannot be read: {error}") from None
         sources += [parse_line(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+        if not sources:
+            raise KdrayError(f"--input {arguments.input} holds no prompts")
     return sources or [{"prompt": DEFAULT_PROMPT}]
 
 
@@ -103,7 +117,18 @@ def parse_line(number: int, line: str) -> dict[str, Any]:
         raise KdrayError(f"--input line {number} is not JSON: {error}") from None
     if not isinstance(value, dict) or not ("prompt" in value or "messages" in value):
         raise KdrayError(f'--input line {number} needs a "prompt" or "messages"')
+    try:
+        check_messages(messages_of(value))
+    except InvalidRequest as error:
+        raise KdrayError(f"--input line {number}: {error}") from None
     return value
+
+
+def messages_of(source: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = source.get("messages") or [
+        {"role": "user", "content": source.get("prompt")}
+    ]
+    return messages
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
@@ -151,12 +176,10 @@ def run(
 def encode(
     number: int, source: dict[str, Any], tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> Line:
-    if "messages" in source:
-        ids = encode_chat(tokenizer, source["messages"])
-    elif arguments.raw:
+    if arguments.raw and "messages" not in source:
         ids = tokenizer.encode(source["prompt"])
     else:
-        ids = encode_chat(tokenizer, [{"role": "user", "content": source["prompt"]}])
+        ids = encode_chat(tokenizer, messages_of(source))
     return Line(f"line-{number}", source, tuple(ids), StreamDecoder(tokenizer))
 
 
@@ -256,8 +279,10 @@ class Display:
             print(line.text[self._shown :], end="", flush=True)
             self._shown = len(line.text)
         elif line.finish_reason is not None:
-            print(f"\r\033[K--- {line.request_id}\n{line.text}")
-        if len(self._lines) > 1:
+            clear = "\r\033[K" if sys.stderr.isatty() else ""
+            print(clear, end="", file=sys.stderr, flush=True)
+            print(f"--- {line.request_id}\n{line.text}", flush=True)
+        if len(self._lines) > 1 and sys.stderr.isatty():
             self._progress()
 
     def table(self, report: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kdray.actors.cluster import connect
 from kdray.arguments import add_engine_arguments, engine_config
 from kdray.config import EngineConfig
+from kdray.engine import resolve
 from kdray.errors import KdrayError
 
 SAMPLE = "Tell a story about Mia and a red kite."
@@ -65,8 +66,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
-    if not os.environ.get("RAY_ADDRESS"):  # on a shared cluster Ray Serve may hold the port itself
+    if not os.environ.get("RAY_ADDRESS"):  # what a shared cluster has is seen only there
         check_port(arguments.host, arguments.port)
+        resolve(config)
     for name, value in _QUIET_ENV.items():
         os.environ.setdefault(name, value)
     connect(min_cpus=config.tp + _SERVE_CPUS)
@@ -94,7 +96,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise KdrayError(
-                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give another --port"
+                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give --port"
             ) from None
 
 
@@ -129,8 +131,8 @@ def endpoint(gang: Any, arguments: argparse.Namespace) -> Iterator[str]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     name = arguments.served_name or gang.info["name"]
     model = deployment.ServedModel(name=name, tokenizer_folder=Path(gang.info["model_folder"]))
+    deployment.start(gang.driver, model, host=arguments.host, port=arguments.port)
     try:
-        deployment.start(gang.driver, model, host=arguments.host, port=arguments.port)
         yield name
     finally:
         # In a cluster that others use nothing of ours may stay; our own one ends with this process.
@@ -166,10 +168,11 @@ def unhealthy(host: str, port: int) -> str | None:
 
 def how_to_call(host: str, port: int, name: str) -> str:
     base = f"http://{host}:{port}/v1"
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": SAMPLE}]})
+    message = {"role": "user", "content": SAMPLE}
+    body = json.dumps({"model": name, "messages": [message], "temperature": 0, "stream": True})
     return (
         f"serving {name!r} at {base}\n\n"
-        f"  curl -s {base}/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl -sN {base}/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n"
     )
 

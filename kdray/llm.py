@@ -14,7 +14,7 @@ from kdray.core.request import Request, SamplingParams
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
 from kdray.engine import EngineFacts, build_engine, make_request, resolve
-from kdray.errors import ConfigError
+from kdray.errors import ConfigError, InvalidRequest
 from kdray.model.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -61,6 +61,8 @@ class LLM:
 
         Raises InvalidRequest before anything runs where a prompt can never fit.
         """
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts is a list of prompts, not one string", param="prompts")
         requests = self._requests(prompts, sampling or SamplingParams())
         for request in requests:
             self.driver.scheduler.validate(request)

@@ -8,6 +8,7 @@ import pytest
 
 from kdray import LLM, EngineConfig, SamplingParams
 from kdray.demo.text import Document, check_answer, held_out_prompts
+from kdray.errors import InvalidRequest
 from kdray.llm import Completion
 from kdray.model.chat import encode_chat
 
@@ -70,6 +71,11 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request() -> None:
         assert cut.text == whole.text[: whole.text.index(word)]
         assert cut.finish_reason == "stop"
         assert llm.driver.scheduler.pages.num_used == 0
+
+
+def test_one_string_is_no_list_of_prompts() -> None:
+    with LLM(EngineConfig(device="cpu", threads=1)) as llm, pytest.raises(InvalidRequest):
+        llm.generate("Once upon a time")
 
 
 def test_a_small_model_in_bf16_still_speaks() -> None:

@@ -132,17 +132,24 @@ def _bundle(config: EngineConfig) -> dict[str, float]:
 
 def _place(config: EngineConfig) -> PlacementGroup:
     bundles = [_bundle(config) for _ in range(config.tp)]
+    total = ray.cluster_resources()
+    if any(total.get(kind, 0) < config.tp for kind in _bundle(config)):
+        raise _does_not_fit(config, "")  # and no waiting can help
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK")
     if group.wait(config.start_timeout_s):
         return group
-    total, free = ray.cluster_resources(), ray.available_resources()
+    error = _does_not_fit(config, f" after {config.start_timeout_s:g} s (start_timeout_s)")
     remove_placement_group(group)
+    raise error
+
+
+def _does_not_fit(config: EngineConfig, waited: str) -> PlacementError:
+    total, free = ray.cluster_resources(), ray.available_resources()
     kinds = sorted(_bundle(config))
     has = ", ".join(f"{total.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in kinds)
-    raise PlacementError(
+    return PlacementError(
         f"{config.tp} ranks need {config.tp} x {_bundle(config)} on one node; "
-        f"the cluster has {has} after {config.start_timeout_s:g} s (start_timeout_s). "
-        "Lower --tp or free the resources"
+        f"the cluster has {has}{waited}. Free the resources, lower --tp, or take --device cpu"
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +15,7 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.serve import Application, Deployment
 
-from kdray.errors import EngineClosed
+from kdray.errors import ConfigError, EngineClosed
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import ServeLimits, build_app
 from kdray.serve.client import DriverClient
@@ -80,9 +83,32 @@ def application(engine: Engine, model: ServedModel) -> Application:
 
 
 def start(engine: Engine, model: ServedModel, *, host: str, port: int) -> None:
-    """Serve `model` at http://host:port; returns once the endpoint answers."""
+    """Serve `model` at http://host:port; returns once the endpoint answers.
+
+    Raises ConfigError, and leaves what runs alone, where the cluster already serves a kdray or its
+    Ray Serve listens elsewhere.
+    """
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    if _APPLICATION in serve.status().applications:
+        raise ConfigError(
+            "a kdray already runs on this Ray cluster: stop its job first, or use another cluster"
+        )
+    if not _listens(host, port):
+        raise ConfigError(
+            f"Ray Serve already runs on this cluster and does not listen on {host}:{port}; "
+            "its port was fixed when it started: give that one, or stop it (serve shutdown)"
+        )
     serve.run(application(engine, model), name=_APPLICATION, route_prefix="/")
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether anything answers there within a few seconds."""
+    address = ("127.0.0.1" if host == "0.0.0.0" else host, port)
+    for _ in range(50):
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1.0):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def stop(*, leave_serve: bool = False) -> None:

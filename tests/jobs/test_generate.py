@@ -83,6 +83,8 @@ def test_a_batch_from_and_to_files_equals_two_ranks(
         (("--model", "no/such/folder"), "neither"),
         (("--budget", "2000"), "budget must be an integer from 0 to 1024"),
         (("--input", "no-such.jsonl"), "no-such.jsonl"),
+        (("--input", "/dev/null"), "holds no prompts"),
+        (("--output", "no/such/folder/x.jsonl"), "no such folder"),
         (("--prompt", "hi", "--max-tokens", "5000"), "the most this engine takes is 2048"),
         (("--temperature", "-1"), "temperature must be between"),
     ],

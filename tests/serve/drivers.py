@@ -21,6 +21,7 @@ class ScriptedDriver:
     def __init__(self) -> None:
         self._messages: asyncio.Queue[StepMessage | Exception] = asyncio.Queue()
         self._aborted: list[str] = []
+        self._endless = 0
 
     async def info(self) -> dict[str, Any]:
         return {
@@ -44,12 +45,17 @@ class ScriptedDriver:
             case b"fatal":
                 self._messages.put_nowait(RankFailed("rank 1 died"))
             case b"forever":
+                self._endless += 1
                 self._messages.put_nowait([(request_id, prompt[:1], None, None)])
             case _:
                 self._answer(request_id, prompt)
 
     async def abort(self, request_id: str) -> None:
         self._aborted.append(request_id)
+
+    async def endless(self) -> int:
+        """Requests that came and will not end by themselves."""
+        return self._endless
 
     async def aborted(self) -> list[str]:
         return self._aborted

@@ -70,7 +70,7 @@ def test_it_serves_until_it_is_told_to_stop(
     process, port, said = job
     wait_until(lambda: "plain decoding" in said.read_text() or process.poll() is not None, 120)
     assert len(live_processes()) > 1  # the mark finds Ray's processes too
-    assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in said.read_text()
+    assert f"curl -sN http://127.0.0.1:{port}/v1/chat/completions" in said.read_text()
 
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "ignore_eos": True}
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
