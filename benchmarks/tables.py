@@ -86,9 +86,9 @@ def tree_table(record: Record) -> str:
     ]
     lines = [
         f"Draft trees with masks, positions and links, L 7, {hardware(record)}, in a CUDA graph "
-        "(`jobs/bench_tree_build.py`). Stream: issued from Python, one call after another. CPU: our "
-        "writing of the heap builder of SGLang's DDTree ports (`jobs/host_tree.py`), one request at a "
-        "time, copies included:",
+        "(`jobs/bench_tree_build.py`). Stream: issued from Python, one call after another. CPU: "
+        "our writing of the heap builder of SGLang's DDTree ports (`jobs/host_tree.py`), one "
+        "request at a time, copies included:",
         "",
         "| requests | budget | CPU, us | GPU in a stream, us | GPU in a graph, us | CPU / graph |",
         "|---|---|---|---|---|---|",
