@@ -5,8 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Nothing is written to HOME and nothing waits for a network: Ray's local token, usage report.
-export RAY_AUTH_MODE ?= disabled
+# Nothing waits for a network: Ray's usage report, the hub.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
 

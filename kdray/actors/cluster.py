@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 _QUIET = {
-    # A local cluster needs no token, and writing one into HOME would surprise.
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TASK_EVENTS_REPORT_INTERVAL_MS": "0",
@@ -27,6 +26,11 @@ def connect(*, min_cpus: int, min_gpus: int | None = None) -> None:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if "RAY_AUTH_MODE" not in os.environ:
+        # Ray's ports listen on every interface. A token of this process's own keeps others out, and
+        # given in the environment it is not written into HOME.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     import ray
 
     ray.init(
