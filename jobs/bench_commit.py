@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[PATH_BLOCK.rows])
     parser.add_argument("--columns", type=int, nargs="+", default=[PATH_BLOCK.columns])
+    parser.add_argument("--together", type=int, nargs="+", default=[PATH_BLOCK.caches])
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
     record = Record("commit", vars(arguments) | {"out": None}, arguments.out)
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, arguments.dtype)
     caches = [torch.randn(size, device=device).to(dtype) for _ in range(arguments.layers)]
     speed = copy_bytes_per_us()
-    shapes = [PathBlock(rows=r, columns=c) for r, c in product(arguments.rows, arguments.columns)]
+    choices = product(arguments.rows, arguments.columns, arguments.together)
+    shapes = [PathBlock(rows=r, columns=c, caches=g) for r, c, g in choices]
     for shape, moves, batch in product(shapes, arguments.moves, arguments.batches):
         bench(record, caches, batch, moves, shape, speed)
     record.finish()
@@ -100,6 +102,7 @@ def bench(
         samples["torch_us"] = graph_us(by_torch[:4], at_least=4)
     moved = 2 * batch * moves * sum(map(row_bytes, caches))
     params = {"batch": batch, "moves": moves, "rows": shape.rows, "columns": shape.columns}
+    params["together"] = shape.caches
     record.add(params, samples, {"floor_us": moved / speed})
 
 

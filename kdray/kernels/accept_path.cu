@@ -18,6 +18,8 @@
 // one. Limits: 1 <= N <= 1025, depth >= 0. Static shared memory 8.2 KB.
 // Integers only: equal to ReferenceOps.accept_paths exactly.
 
+#include "overlap.cuh"
+
 constexpr int MAX_NODES = 1025;
 constexpr int NONE = 0x7fffffff;
 
@@ -29,6 +31,7 @@ accept_path(int* path, int* length, int* bonus, int* malformed,
     __shared__ int drawn[MAX_NODES];
     __shared__ int next[MAX_NODES];  // where the path goes on from a node
 
+    start_behind_previous();
     const int request = blockIdx.x;
     const size_t row = (size_t)request * N;
     const int node = threadIdx.x + 1;

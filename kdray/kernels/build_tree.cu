@@ -33,6 +33,7 @@
 #include "build_tree_output.cuh"
 #include "build_tree_pop.cuh"
 #include "build_tree_threshold.cuh"
+#include "overlap.cuh"
 
 #ifndef KDRAY_THRESHOLD_THREADS_256
 #define KDRAY_THRESHOLD_THREADS_256 512
@@ -103,6 +104,7 @@ __device__ __forceinline__ void build_tree_pop(const Outputs& out, const Inputs&
     const int fours = max(1, (int)((unsigned)(min(in.K, in.N - 1) + 3) / 4));
     const int warp = threadIdx.x >> 5;
     read_rows(rows, fours, s);
+    copy_async_wait();
     __syncthreads();
 
     if (warp == 0) {
@@ -112,7 +114,6 @@ __device__ __forceinline__ void build_tree_pop(const Outputs& out, const Inputs&
     if (warp == 2)
         for (int n = threadIdx.x & 31; n <= 32 * SLOTS; n += 32)
             s.first_child[n] = s.next_sibling[n] = -1;
-    copy_async_wait();
     const TreeRow tree = tree_row(out, in, request);
     __syncthreads();
 
@@ -162,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_32(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<1> shared;
+    start_behind_previous();
     build_tree_pop<1>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
@@ -169,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_64(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<2> shared;
+    start_behind_previous();
     build_tree_pop<2>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
@@ -176,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(POP_THREADS, 1)
 build_tree_pop_128(KDRAY_BUILD_TREE_ARGUMENTS)
 {
     __shared__ PopShared<4> shared;
+    start_behind_previous();
     build_tree_pop<4>(KDRAY_OUTPUTS, KDRAY_INPUTS, shared);
 }
 
@@ -190,11 +194,13 @@ extern __shared__ int4 threshold_shared[];
 extern "C" __global__ void __launch_bounds__(KDRAY_THRESHOLD_THREADS_256)
 build_tree_threshold_256(KDRAY_BUILD_TREE_ARGUMENTS)
 {
+    start_behind_previous();
     build_tree_threshold<Threshold256>(KDRAY_OUTPUTS, KDRAY_INPUTS, threshold_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(KDRAY_THRESHOLD_THREADS_1024)
 build_tree_threshold_1024(KDRAY_BUILD_TREE_ARGUMENTS)
 {
+    start_behind_previous();
     build_tree_threshold<Threshold1024>(KDRAY_OUTPUTS, KDRAY_INPUTS, threshold_shared);
 }

@@ -19,6 +19,8 @@
 // Grid (column slices, requests or 1, G). Registers hold what is moved; commit_paths takes 1 KB of
 // shared memory. Bytes are copied: equal to ReferenceOps.commit_kv exactly.
 
+#include "overlap.cuh"
+
 #ifndef PATH_ROWS
 #define PATH_ROWS 8  // ITEMS of commit_paths
 #endif
@@ -85,6 +87,7 @@ __device__ void move_rows(Cache cache, const long long* source, const long long*
 extern "C" __global__ void __launch_bounds__(512)
 commit_kv(const Cache* caches, const long long* source, const long long* target, int M)
 {
+    start_behind_previous();
     move_rows<LIST_ROWS>(caches[blockIdx.z], source, target, M);
 }
 
@@ -100,16 +103,17 @@ __device__ long long slot_at(const int* pages, int position, int P, int page_siz
 // int32, or null where request r has slot r; a slot outside 0 .. S - 1 is a row of padding.
 extern "C" __global__ void __launch_bounds__(512)
 commit_paths(const Cache* caches, const int* path, const int* length, const int* root_position,
-             const int* page_table, const int* slot, int D, int S, int P, int page_size)
+             const int* page_table, const int* slot, int D, int S, int P, int page_size, int G)
 {
     __shared__ long long source[MAX_MOVES];
     __shared__ long long target[MAX_MOVES];
 
+    start_behind_previous();
     const int request = blockIdx.y;
     const int thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int k = thread + 1;  // a thread a path node behind the root
     // Whatever depends on no other load is asked for first.
-    const Cache cache = caches[blockIdx.z];
+    const Cache first = caches[blockIdx.z];
     const int own = slot ? slot[request] : request;
     const int node = k < D ? path[(size_t)request * D + k] : 0;
     const bool accepted = k < D && k < length[request] && node != k;
@@ -124,7 +128,9 @@ commit_paths(const Cache* caches, const int* path, const int* length, const int*
     }
     // Most steps accept nodes 0, 1, 2, .. and have nothing to move.
     if (!__syncthreads_or(moved)) return;
-    move_rows<PATH_ROWS>(cache, source, target, D - 1);
+    move_rows<PATH_ROWS>(first, source, target, D - 1);
+    for (int i = blockIdx.z + gridDim.z; i < G; i += gridDim.z)
+        move_rows<PATH_ROWS>(caches[i], source, target, D - 1);
 }
 
 // root_position, root [S] int32 of every request's slot; a thread a request, any grid.
@@ -132,6 +138,7 @@ extern "C" __global__ void
 advance_requests(int* root_position, int* root, const int* length, const int* bonus,
                  const int* slot, int R, int S)
 {
+    start_behind_previous();
     const int request = blockIdx.x * blockDim.x + threadIdx.x;
     if (request >= R) return;
     const int own = slot ? slot[request] : request;

@@ -52,6 +52,7 @@ def accept_paths(loader: KernelLoader, trees: DraftTrees, target: Tensor, depth:
         threads = max(WARP, -(-(nodes - 1) // WARP) * WARP)
         outputs = (path, length, bonus, malformed)
         inputs = (trees.token, trees.parent, target, trees.num_nodes)
-        accept_kernel(loader).launch(requests, threads, (*outputs, *inputs, nodes, depth))
+        sizes = (nodes, depth)
+        accept_kernel(loader).launch(requests, threads, (*outputs, *inputs, *sizes), overlap=True)
     paths = AcceptedPaths(node=path, length=length, bonus=bonus)
     return Acceptance(paths=paths, malformed=malformed)

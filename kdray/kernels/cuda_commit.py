@@ -33,10 +33,12 @@ class PathBlock:
 
     rows      a thread holds, all in flight at once
     columns   at most, of 16 bytes
+    caches    one after another; the same of every cache
     """
 
     rows: int = 8
     columns: int = 128
+    caches: int = 1
 
 
 PATH_BLOCK = PathBlock()
@@ -118,7 +120,7 @@ def commit_kv(loader: KernelLoader, table: CacheTable, source: Tensor, target: T
     wide = 1 << (min(MAX_THREADS // deep, table.columns, LIST_COLUMNS).bit_length() - 1)
     grid = (-(-table.columns // wide), 1, len(table))
     kernel = loader.get("commit_kv", "commit_kv")
-    kernel.launch(grid, (wide, deep), (table.entries, source, target, moves))
+    kernel.launch(grid, (wide, deep), (table.entries, source, target, moves), overlap=True)
 
 
 @check(
@@ -151,10 +153,15 @@ def commit_paths(
     deep = -(-(width - 1) // shape.rows)
     # At least a thread a path node; beyond the widest row threads would idle.
     wide = max(shape.rows, min(MAX_THREADS // deep, table.columns, shape.columns))
-    grid = (-(-table.columns // wide), requests, len(table))
+    grid = (-(-table.columns // wide), requests, -(-len(table) // shape.caches))
     where = (paths.node, paths.length, state.root_position, state.page_table, slot)
     kernel = loader.get("commit_kv", "commit_paths", path_defines(shape))
-    kernel.launch(grid, (wide, deep), (table.entries, *where, width, slots, pages, state.page_size))
+    kernel.launch(
+        grid,
+        (wide, deep),
+        (table.entries, *where, width, slots, pages, state.page_size, len(table)),
+        overlap=True,
+    )
 
 
 @check(
@@ -175,7 +182,7 @@ def advance_requests(
     grid = -(-requests // REQUESTS_PER_BLOCK)
     args = (state.root_position, state.root, paths.length, paths.bonus, slot)
     kernel = loader.get("commit_kv", "advance_requests")
-    kernel.launch(grid, REQUESTS_PER_BLOCK, (*args, requests, len(state.root)))
+    kernel.launch(grid, REQUESTS_PER_BLOCK, (*args, requests, len(state.root)), overlap=True)
 
 
 def path_defines(shape: PathBlock) -> dict[str, int]:

@@ -114,7 +114,7 @@ class CudaSampling:
         sizes = (np.int64(logits.stride(0)), rows, vocab, entries, first_id)
         if entries:
             kernel = self._kernel("adjust_logits", logits)
-            kernel.launch(-(-entries // THREADS), THREADS, (logits, *columns, *sizes))
+            kernel.launch(-(-entries // THREADS), THREADS, (logits, *columns, *sizes), overlap=True)
 
     def draw(self, logits: Tensor, rows: DrawRows) -> Drawn:
         """One token a row; nothing waits for the host."""
@@ -130,7 +130,7 @@ class CudaSampling:
         value = torch.empty_like(key, dtype=torch.float32)
         if rows:
             kernel = self._kernel("row_maxima", logits)
-            kernel.launch((rows, parts), THREADS, (key, value, *_rows(logits)))
+            kernel.launch((rows, parts), THREADS, (key, value, *_rows(logits)), overlap=True)
         return Maxima(key=key, value=value)
 
     def find_cuts(self, logits: Tensor, maximum: Tensor, rows: DrawRows) -> Tensor:
@@ -141,7 +141,7 @@ class CudaSampling:
             kernel = self._kernel("find_cuts", logits)
             data, stride, size = _rows(logits)
             args = (cut, maximum, data, *filters, stride, size, maximum.shape[1])
-            kernel.launch(len(logits), CUT_THREADS, args)
+            kernel.launch(len(logits), CUT_THREADS, args, overlap=True)
         return cut
 
     def draw_winners(
@@ -168,7 +168,9 @@ class CudaSampling:
             data, stride, size = _rows(logits)
             found = (value, ids, maxima.key, maximum, cut)
             sizes = (stride, size, maximum.shape[1], first_id)
-            kernel.launch(tuple(value.shape), THREADS, (*found, data, *address, *sizes))
+            kernel.launch(
+                tuple(value.shape), THREADS, (*found, data, *address, *sizes), overlap=True
+            )
         return Winners(value=value, id=ids)
 
     def merge_winners(self, winners: Winners) -> Drawn:
@@ -180,7 +182,7 @@ class CudaSampling:
             strides = (winners.value.stride(0), winners.value.stride(1))
             args = (token, dead, winners.value, winners.id, rows, parts, *strides)
             kernel = self._loader.get("sample_tokens", "merge_winners", defines(torch.float32))
-            kernel.launch(-(-rows // THREADS), THREADS, args)
+            kernel.launch(-(-rows // THREADS), THREADS, args, overlap=True)
         return Drawn(token=token, dead=dead)
 
     def _splits(self, rows: int, vocab: int) -> int:

@@ -174,6 +174,7 @@ def build_trees_into(
         design.threads,
         (*outputs, *inputs, depth, width, num_nodes),
         shared_bytes=design.shared_bytes,
+        overlap=True,
     )
 
 

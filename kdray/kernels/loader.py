@@ -1,14 +1,15 @@
 """From a .cu file to a launch on torch's current stream.
 
-NVRTC compiles (nvrtc.py), the disk remembers (cubin_cache.py), CuPy loads and launches. Importing
-this module touches neither CUDA nor CuPy. Under graph capture a kernel must have been fetched (get)
-before the capture starts: fetching loads a module.
+NVRTC compiles (nvrtc.py), the disk remembers (cubin_cache.py), CuPy loads, launch.py launches.
+Importing this module touches neither CUDA nor CuPy. Under graph capture a kernel must have been
+fetched (get) before the capture starts: fetching loads a module.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,15 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels.cubin_cache import CubinCache
+from kdray.kernels.launch import Extent, Function
 from kdray.kernels.nvrtc import Cubin, Defines, EntryUsage, compile_cubin, read_source
 
-__all__ = ["Argument", "Cubin", "EntryUsage", "Kernel", "KernelLoader", "compile_cubin"]
+__all__ = ["Argument", "Cubin", "EntryUsage", "Extent", "Kernel", "KernelLoader", "compile_cubin"]
 
 Argument = Tensor | np.generic | int | None
-Extent = int | tuple[int, ...]
 
 MAX_BLOCK_BYTES = 99 * 1024  # shared memory a block may have on every architecture served
 NO_DEFINES: Mapping[str, str | int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """What CuPy asks of a stream."""
-
-    ptr: int
 
 
 class Kernel:
@@ -40,7 +34,7 @@ class Kernel:
 
     def __init__(self, entry: Any, device: torch.device) -> None:
         self._entry = entry  # cupy.RawKernel
-        self._function = entry.kernel  # resolved once: asking for it asks CUDA for the device
+        self._function = Function(entry.kernel.ptr)
         self._device = device
         self._granted = 0
 
@@ -51,31 +45,29 @@ class Kernel:
         args: tuple[Argument, ...],
         *,
         shared_bytes: int = 0,
+        overlap: bool = False,
+        cooperative: bool = False,
     ) -> None:
         """Enqueue on torch's current stream of the device.
 
         args   tensors give their address, None a null pointer, an int is an int32; NumPy scalars
                pass as they are (float32, int64, uint64, ..). Tensors must live until the work is
                enqueued; torch's allocator keeps the order after that.
+        overlap, cooperative   as launch.py says
         """
-        if torch.cuda.current_device() == self._device.index:
-            self._enqueue(grid, block, args, shared_bytes)
-        else:
-            with torch.cuda.device(self._device):
-                self._enqueue(grid, block, args, shared_bytes)
-
-    def _enqueue(
-        self, grid: Extent, block: Extent, args: tuple[Argument, ...], shared_bytes: int
-    ) -> None:
         if shared_bytes > self._granted:
             self._grant(shared_bytes)
-        self._function(
-            _extent(grid),
-            _extent(block),
-            tuple([_scalar(argument) for argument in args]),
-            shared_mem=shared_bytes,
-            stream=_Stream(torch.cuda.current_stream().cuda_stream),
-        )
+        cells = [_cell(argument) for argument in args]
+        with _device_of(self._device):
+            self._function.enqueue(
+                grid,
+                block,
+                cells,
+                shared_bytes=shared_bytes,
+                stream=torch.cuda.current_stream().cuda_stream,
+                overlap=overlap,
+                cooperative=cooperative,
+            )
 
     def _grant(self, shared_bytes: int) -> None:
         """Ask for dynamic shared memory beyond the default of 48 KB, once a size."""
@@ -84,7 +76,8 @@ class Kernel:
             raise KernelError(
                 f"a block would take {whole} bytes of shared memory and has {MAX_BLOCK_BYTES}"
             )
-        self._entry.max_dynamic_shared_size_bytes = shared_bytes
+        with _device_of(self._device):
+            self._entry.max_dynamic_shared_size_bytes = shared_bytes
         self._granted = shared_bytes
 
 
@@ -120,18 +113,23 @@ class KernelLoader:
             return Kernel(module.get_function(entry), self.device)
 
 
-def _extent(size: Extent) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else size
+def _device_of(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device current; free where it is already."""
+    if torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
-def _scalar(argument: Argument) -> np.generic:
-    """An argument as the bytes CUDA reads: CuPy would pass a Python int as 64 bits."""
+def _cell(argument: Argument) -> int:
+    """An argument's bytes as CUDA reads them, in the low end of 64 bits."""
     if isinstance(argument, Tensor):
-        return np.uint64(argument.data_ptr())
+        return argument.data_ptr()
     if argument is None:
-        return np.uint64(0)
+        return 0
     if isinstance(argument, np.generic):
-        return argument
+        return int.from_bytes(argument.tobytes(), sys.byteorder)
     if isinstance(argument, bool) or not isinstance(argument, int):
         raise TypeError(f"cannot pass {argument!r} to a kernel; wrap it in a NumPy scalar")
-    return np.int32(argument)
+    if not -(2**31) <= argument < 2**31:
+        raise OverflowError(f"{argument} is no int32; wrap it in a NumPy scalar of its own type")
+    return argument & 0xFFFFFFFF

@@ -27,6 +27,7 @@
 #define INPUT_BF16 0
 #endif
 
+#include "overlap.cuh"
 #include "sample_cuts.cuh"
 #include "sample_noise.cuh"
 
@@ -66,6 +67,7 @@ enum { SCALE = 0, ADD = 1, BAN = 2 };
 extern "C" __global__ void __launch_bounds__(THREADS) adjust_logits(
     float* logits, const int* row, const int* token, const int* kind, const float* value,
     i64 stride, int rows, int size, int entries, int first_id) {
+    start_behind_previous();
     int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= entries) return;
     const int own_row = row[i], own_token = token[i], column = own_token - first_id;
@@ -88,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adjust_logits(
 extern "C" __global__ void __launch_bounds__(THREADS) row_maxima(
     u64* best, float* maximum, const void* logits, i64 stride, int size) {
     __shared__ u64 shared[THREADS / WARP];
+    start_behind_previous();
     const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
     const Row row = row_of(logits, stride, size, number);
     const Span span = span_of(size, split, splits);
@@ -113,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(CUT_THREADS, 2) find_cuts(
     Place* cut, const float* maximum, const void* logits, const float* temperature,
     const int* top_k, const double* top_p, const double* min_p, i64 stride, int size, int parts) {
     __shared__ CutShared s;
+    start_behind_previous();
     const int number = blockIdx.x, k = top_k[number];
     const float most = row_maximum(maximum, number, parts), heat = temperature[number];
     const double p = top_p[number], least = min_p[number];
@@ -152,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_tokens(
     const void* logits, const float* temperature, const u64* seed, const int* position, i64 stride,
     int size, int parts, int first_id) {
     __shared__ u64 shared[THREADS / WARP];
+    start_behind_previous();
     const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
     const i64 out = (i64)number * splits + split;
     const float heat = temperature[number];
@@ -215,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_tokens(
 extern "C" __global__ void __launch_bounds__(THREADS) merge_winners(
     int* token, int* dead, const float* value, const int* id, int rows, int parts, int row_stride,
     int part_stride) {
+    start_behind_previous();
     const int number = blockIdx.x * THREADS + threadIdx.x;
     if (number >= rows) return;
     float most = -infinity();

@@ -44,6 +44,8 @@ class SimtEntry:
         args: tuple[Argument, ...],
         *,
         shared_bytes: int = 0,
+        overlap: bool = False,
+        cooperative: bool = False,
     ) -> None:
         words = tuple(
             np.uint64(arg.data_ptr()) if isinstance(arg, torch.Tensor) else arg for arg in args

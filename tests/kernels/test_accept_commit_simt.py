@@ -11,6 +11,7 @@ from kdray.core.plan import DraftTrees
 from kdray.kernels.cuda_accept import accept_paths
 from kdray.kernels.cuda_commit import (
     CacheTable,
+    PathBlock,
     SlotState,
     advance_requests,
     commit_kv,
@@ -115,7 +116,8 @@ def test_accepted_nodes_become_contiguous(
         page_size=page_size,
     )
     source, target = map(torch.from_numpy, paged.moves())
-    commit_paths(simt_loader(width), CacheTable.of(caches), paged.paths, state, paged.slot)
+    shape = PathBlock(caches=1 + width % 3)
+    commit_paths(simt_loader(width), CacheTable.of(caches), paged.paths, state, paged.slot, shape)
     check_moved(caches, before, (source, target))
 
 

@@ -50,9 +50,7 @@ class RecordingKernel:
     entry: str
     launches: list[Launch]
 
-    def launch(
-        self, grid: Any, block: Any, args: tuple[Any, ...], *, shared_bytes: int = 0
-    ) -> None:
+    def launch(self, grid: Any, block: Any, args: tuple[Any, ...], **settings: int) -> None:
         self.launches.append(Launch(self.entry, three(grid), three(block), args))
 
 
@@ -82,7 +80,12 @@ def test_a_block_of_commit_kv_holds_all_rows_of_its_columns(moves: int, row_byte
     width=st.integers(2, 1 + cuda_commit.MAX_MOVES),
     requests=st.integers(1, 70),
     row_bytes=st.integers(1, 3000).map(lambda n: 4 * n),
-    shape=st.builds(PathBlock, rows=st.sampled_from([1, 2, 4, 8]), columns=st.integers(1, 256)),
+    shape=st.builds(
+        PathBlock,
+        rows=st.sampled_from([1, 2, 4, 8]),
+        columns=st.integers(1, 256),
+        caches=st.integers(1, 4),
+    ),
 )
 def test_a_block_of_commit_paths_holds_a_path(
     width: int, requests: int, row_bytes: int, shape: PathBlock
@@ -94,7 +97,7 @@ def test_a_block_of_commit_paths_holds_a_path(
     wide, deep, _ = launch.block
     assert width - 1 <= wide * deep <= cuda_commit.MAX_THREADS
     assert deep * shape.rows >= width - 1
-    assert launch.grid == (-(-table.columns // wide), requests, 3)
+    assert launch.grid == (-(-table.columns // wide), requests, -(-3 // shape.caches))
 
 
 def some_state() -> SlotState:

@@ -12,7 +12,7 @@ import torch
 
 from kdray.errors import KernelError
 from kdray.kernels.cubin_cache import CubinCache, default_folder
-from kdray.kernels.loader import KernelLoader, _scalar, compile_cubin
+from kdray.kernels.loader import KernelLoader, _cell, compile_cubin
 from kdray.kernels.nvrtc import Cubin, KernelSource, compile_source, read_source
 
 ARCH = "sm_90"
@@ -161,10 +161,12 @@ def test_importing_the_loader_touches_no_gpu_library() -> None:
 
 def test_arguments_become_the_bytes_that_cuda_reads() -> None:
     tensor = torch.zeros(3)
-    assert _scalar(tensor) == np.uint64(tensor.data_ptr())
-    assert _scalar(None) == np.uint64(0) and _scalar(None).nbytes == 8
-    assert _scalar(-5) == np.int32(-5) and _scalar(-5).nbytes == 4
-    assert _scalar(np.float32(0.5)).nbytes == 4
+    assert _cell(tensor) == tensor.data_ptr()
+    assert _cell(None) == 0
+    assert _cell(-5) == 2**32 - 5 and _cell(np.int64(-5)) == 2**64 - 5
+    assert _cell(np.float32(0.5)) == 0x3F000000 and _cell(np.uint64(2**63)) == 2**63
+    with pytest.raises(OverflowError, match="int32"):
+        _cell(2**31)
     for unclear in (0.5, True, "x"):
         with pytest.raises(TypeError, match="NumPy scalar"):
-            _scalar(unclear)  # type: ignore[arg-type]
+            _cell(unclear)  # type: ignore[arg-type]
