@@ -2,7 +2,7 @@
 """Microseconds from logits to the K best tokens with their log-probs, on the GPU.
 
     python jobs/bench_topk.py --out benchmarks/results
-    python jobs/bench_topk.py --sweep            # the kernel's own variants and splits, no rivals
+    python jobs/bench_topk.py --sweep            # the kernel's own variants and deals, no rivals
 
 graph_us        topk_logprob in a CUDA graph; every node has inputs of its own, together beyond L2
 floor_us        the logits' bytes once, at the speed of a large copy measured in this run
@@ -42,14 +42,12 @@ ROWS = (7, 56, 448, 960)
 KINDS = ("normal", "peaky", "band", "rising")
 VARIANTS: tuple[Defines, ...] = (
     {},
-    {"BLOCKS_PER_SM": 3},
-    {"PREFETCH": 0},
-    {"PREFETCH": 0, "BLOCKS_PER_SM": 5},
-    {"PREFETCH": 0, "SUM_FIRST": 0},
-    {"FIRST_RANKING": 2, "SECOND_RANKING": 6},
+    {"PREFETCH": 1, "BLOCKS_PER_SM": 3},
+    {"FIRST_RANKING": 1, "SECOND_RANKING": 4},
+    {"FIRST_RANKING": 2, "SECOND_RANKING": 1000},
     {"FIRST_RANKING": 6, "SECOND_RANKING": 14},
 )
-SPLITS = {7: (10, 20), 56: (4, 5, 7, 10), 448: (1, 2), 960: (1, 2)}
+RUNS = {7: (1, 2), 56: (3, 4, 5), 448: (17, 20), 960: (20, 37, 74)}  # besides the launcher's choice
 Rival = Callable[[Tensor, int], object]
 
 
@@ -131,12 +129,12 @@ def sweep(loader: KernelLoader, record: Record, rows: int, dtype: str) -> None:
         if dtype == "fp32" and "BLOCKS_PER_SM" in variant:
             continue
         topk = CudaTopk(loader, variant)
-        for splits in SPLITS.get(rows, (1,)):
-            ours = calls(partial(topk.topk_logprob, splits=splits), inputs, 16)
+        for run in (None, *RUNS.get(rows, ())):
+            ours = calls(partial(topk.topk_logprob, run=run), inputs, 16)
             check(ours[0], inputs[0], 16)
             words = " ".join(f"{key}={value}" for key, value in variant.items()) or "default"
             record.add(
-                {"rows": rows, "dtype": dtype, "splits": splits, "variant": words},
+                {"rows": rows, "dtype": dtype, "run": run or "chosen", "variant": words},
                 {"graph_us": graph_us(ours, replays=20, at_least=10)},
             )
 

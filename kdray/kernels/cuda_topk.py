@@ -18,15 +18,26 @@ UNIT = 1024
 SEGMENT = 8 * UNIT
 MAX_VOCAB = 256 * UNIT
 MAX_K = 64
-MAX_SPLITS = 32
-MAX_SPLIT_KEYS = 512
+MAX_PIECES = 32
+MAX_PIECE_KEYS = 512
 MAX_MERGED_KEYS = 1024
 NO_ID = 2**31 - 1
 
 COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
 DTYPES = (torch.bfloat16, torch.float32)
+RESIDENT_BLOCKS = {torch.bfloat16: 4, torch.float32: 2}  # of a multiprocessor, by registers
 BLOCKS_A_PROCESSOR = 3  # blocks that keep every multiprocessor busy when rows are few
-MAX_SPLIT_ROWS = 512  # more rows than this need no splits
+MAX_SHARED_ROWS = 1024  # blocks share rows up to this many; more keep the device busy undivided
+MAX_KEYS = 1 << 18  # of the workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """How the segments of all rows are dealt to blocks: topk_logprob.cu's pitch, run and grid."""
+
+    pitch: int
+    run: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,30 +62,31 @@ class CudaTopk:
         self._loader = loader
         self._variant = dict(variant)
         device = loader.device
-        self._wanted_blocks = BLOCKS_A_PROCESSOR * _processors(device)
-        self._ticket = torch.zeros(MAX_SPLIT_ROWS, dtype=torch.int32, device=device)
-        self._keys = torch.empty(MAX_SPLIT_ROWS * MAX_SPLIT_KEYS, dtype=torch.int64, device=device)
+        self._processors = _processors(device)
+        self._ticket = torch.zeros(MAX_SHARED_ROWS, dtype=torch.int32, device=device)
+        self._keys = torch.empty(MAX_KEYS, dtype=torch.int64, device=device)
         self._units = torch.empty(
-            MAX_SPLIT_ROWS * MAX_VOCAB // UNIT, dtype=torch.int64, device=device
+            MAX_SHARED_ROWS * MAX_VOCAB // UNIT, dtype=torch.int64, device=device
         )
 
     def topk_logprob(
-        self, logits: Tensor, k: int, splits: int | None = None
+        self, logits: Tensor, k: int, run: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """As kernels.ops.Ops.topk_logprob; logits [.., V] bfloat16 or float32, k <= 64.
 
-        splits   blocks a row; None: by the number of rows. It never changes the result.
+        run   segments of SEGMENT logits a block; None: by the number of rows. It never changes the
+              result, and is raised where a row would fall into too many pieces.
         """
         rows = _rows(logits, k)
         token = logits.new_empty((len(rows), k), dtype=torch.int32)
         score = torch.empty_like(token)
         if token.numel():
-            self._launch("topk_logprob", (token, score), rows, k, splits, ())
+            self._launch("topk_logprob", (token, score), rows, k, run, ())
         shape = (*logits.shape[:-1], k)
         return token.view(shape), score.view(shape)
 
     def topk_partial(
-        self, logits: Tensor, k: int, first_id: int, splits: int | None = None
+        self, logits: Tensor, k: int, first_id: int, run: int | None = None
     ) -> PartialTopk:
         """The same of a shard [M, V'] whose first column is token first_id, still to be merged.
 
@@ -86,7 +98,7 @@ class CudaTopk:
         ids = torch.empty_like(value, dtype=torch.int32)
         mass = logits.new_empty((len(rows), 3), dtype=torch.int64)
         if value.numel():
-            self._launch("topk_partial", (value, ids, mass), rows, k, splits, (first_id,))
+            self._launch("topk_partial", (value, ids, mass), rows, k, run, (first_id,))
         return PartialTopk(value=value, id=ids, mass=mass)
 
     def merge_topk(self, value: Tensor, ids: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,31 +119,60 @@ class CudaTopk:
         outputs: tuple[Tensor, ...],
         rows: Tensor,
         k: int,
-        splits: int | None,
+        run: int | None,
         more: tuple[int, ...],
     ) -> None:
-        run = self._segments_a_block(len(rows), rows.shape[1], k, splits)
-        grid = (len(rows), -(-_segments(rows.shape[1]) // run))
+        vocab = rows.shape[1]
+        resident = self._processors * int(self._defines(k, rows.dtype)["BLOCKS_PER_SM"])
+        busy = self._processors * BLOCKS_A_PROCESSOR
+        deal = deal_segments(len(rows), _segments(vocab), _compiled_k(k), busy, resident, run)
         work = (self._ticket, self._keys, self._units)
-        sizes = (np.int64(rows.stride(0)), rows.shape[1], k, run)
+        sizes = (np.int64(rows.stride(0)), len(rows), vocab, deal.pitch, deal.run, k)
         kernel = self._kernel(entry, k, rows.dtype)
-        kernel.launch(grid, THREADS, (*outputs, *work, rows, *sizes, *more))
-
-    def _segments_a_block(self, rows: int, vocab: int, k: int, splits: int | None) -> int:
-        segments = _segments(vocab)
-        most = min(MAX_SPLITS, segments, MAX_SPLIT_KEYS // _compiled_k(k))
-        if rows > MAX_SPLIT_ROWS:
-            most = 1
-        wished = self._wanted_blocks // rows if splits is None else splits
-        return -(-segments // max(1, min(most, wished)))
+        kernel.launch(deal.blocks, THREADS, (*outputs, *work, rows, *sizes, *more))
 
     def _kernel(self, entry: str, k: int, dtype: torch.dtype) -> Kernel:
-        return self._loader.get("topk_logprob", entry, defines(k, dtype) | self._variant)
+        return self._loader.get("topk_logprob", entry, self._defines(k, dtype))
+
+    def _defines(self, k: int, dtype: torch.dtype) -> dict[str, str | int]:
+        return defines(k, dtype) | self._variant
+
+
+def deal_segments(
+    rows: int, segments: int, keys: int, busy: int, resident: int, run: int | None = None
+) -> Deal:
+    """Few rows: `busy` blocks or less, none of them in two rows. Else one for each of the
+    `resident` places, dealt evenly: a block may end one row and start another.
+
+    segments   of a row
+    keys       that a block keeps of a row
+    run        the segments of a block, if they are prescribed
+    """
+    if rows > MAX_SHARED_ROWS:
+        return Deal(pitch=segments, run=segments, blocks=rows)
+    pieces = min(MAX_PIECES, MAX_PIECE_KEYS // keys)
+    sharers = min(pieces, segments, busy // rows)
+    if run is None and sharers > 1:
+        run = -(-segments // sharers)
+        blocks = -(-segments // run)
+        return Deal(pitch=blocks * run, run=run, blocks=rows * blocks)
+    total = rows * segments
+    run = max(
+        -(-total // resident) if run is None else run,
+        -(-(segments - 1) // (pieces - 1)),  # a row that starts within a block has one piece more
+        -(-total // (MAX_KEYS // keys - rows)),
+    )
+    return Deal(pitch=segments, run=run, blocks=-(-total // run))
 
 
 def defines(k: int, dtype: torch.dtype) -> dict[str, str | int]:
     """What topk_logprob.cu is compiled with."""
-    return {"K": _compiled_k(k), "INPUT_BF16": int(dtype == torch.bfloat16)}
+    is_bf16 = dtype == torch.bfloat16
+    return {
+        "K": _compiled_k(k),
+        "INPUT_BF16": int(is_bf16),
+        "BLOCKS_PER_SM": RESIDENT_BLOCKS[dtype],
+    }
 
 
 def _compiled_k(k: int) -> int:

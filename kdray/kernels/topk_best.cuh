@@ -1,5 +1,5 @@
 // The K best of a block's row in topk_logprob.cu: the first bound, the ranking of what the warps
-// listed, and the merge of a row's splits.
+// listed, and the merge of a row's pieces.
 #pragma once
 
 #include "topk_survivors.cuh"
@@ -7,7 +7,7 @@
 // A bound for the first segment, from the whole block: the K-th largest of GROUPS maxima, reached
 // by at least K logits. As a key that equal values pass.
 __device__ __forceinline__ u64 first_bound(Shared& s, float most) {
-    const int t = threadIdx.x, part = t % GROUP, mine = t / GROUP;
+    const u32 t = threadIdx.x, part = t % GROUP, mine = t / GROUP;
 #pragma unroll
     for (int step = 1; step < GROUP; step *= 2)
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
@@ -15,9 +15,10 @@ __device__ __forceinline__ u64 first_bound(Shared& s, float most) {
     __syncthreads();
     int rank = 0;
 #pragma unroll 4
-    for (int i = part; i < GROUPS; i += GROUP) {
+    for (int round = 0; round < GROUPS / GROUP; ++round) {
+        const u32 i = round * GROUP + part;
         const float other = s.group_max[i];
-        rank += other > most || (other == most && i < mine);
+        rank += i < mine ? other >= most : other > most;
     }
 #pragma unroll
     for (int step = 1; step < GROUP; step *= 2)
@@ -73,48 +74,53 @@ __device__ __forceinline__ u64 rank_lists(Shared& s, u64 bound) {
 
 struct Workspace {
     int* ticket;     // [rows], zero between launches
-    u64* keys;       // [rows, splits, K]
+    u64* keys;       // [rows + blocks, K]: of block b's piece of row r, the list r + b
     UnitSum* units;  // [rows, units]
 };
 
-// Hands a split's K best to the last block of the row; true in all threads of that one.
-__device__ __forceinline__ bool publish(Shared& s, const Workspace& work, int row, int split,
-                                        int splits) {
+// The blocks that share a row.
+struct Sharers {
+    int first, count;
+};
+
+// Hands a piece's K best to the last block of the row; true in all threads of that one.
+__device__ __forceinline__ bool publish(Shared& s, const Workspace& work, int row, int count) {
     if (threadIdx.x < K)
-        work.keys[((i64)row * splits + split) * K + threadIdx.x] = s.best[threadIdx.x];
+        work.keys[((i64)row + blockIdx.x) * K + threadIdx.x] = s.best[threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) {
         // The barrier brought the block's stores here; the release shows them to all.
-        s.is_last = add_acquire_release(&work.ticket[row], 1) == splits - 1;
+        s.is_last = add_acquire_release(&work.ticket[row], 1) == count - 1;
         if (s.is_last) work.ticket[row] = 0;
     }
     __syncthreads();
     return s.is_last;
 }
 
-// The K best of all splits into s.best, their units' sums into s.units. The filter: where every
-// split shows its q-th best, the m-th largest of those is reached by m * q >= K keys.
-__device__ __forceinline__ void merge_splits(Shared& s, const Workspace& work, int row, int splits,
-                                             int num_units) {
-    const int size = splits * K, lane = lane_id();
+// The K best of all pieces into s.best, their units' sums into s.units. The filter: where every
+// piece shows its q-th best, the m-th largest of those is reached by m * q >= K keys.
+__device__ __forceinline__ void merge_pieces(Shared& s, const Workspace& work, int row,
+                                             const Sharers& sharers, int num_units) {
+    const int pieces = sharers.count, size = pieces * K, lane = lane_id();
     static_assert(MAX_UNITS == THREADS && sizeof(UnitSum) == sizeof(int2), "a unit a thread");
     if (threadIdx.x < num_units) {
         const i64 i = (i64)row * num_units + threadIdx.x;
         const int2 unit = load_shared_by_blocks((const int2*)work.units + i);
-        s.units[threadIdx.x] = {unit.x, float_of((u32)unit.y)};
+        s.units[threadIdx.x] = {float_of((u32)unit.x), float_of((u32)unit.y)};
     }
-    static_assert(MAX_SPLIT_KEYS == 2 * THREADS, "two keys a thread");
+    static_assert(MAX_PIECE_KEYS == 2 * THREADS, "two keys a thread");
+    const u64* const keys = work.keys + ((i64)row + sharers.first) * K;
 #pragma unroll
-    for (int i = threadIdx.x; i < MAX_SPLIT_KEYS; i += THREADS)
-        if (i < size) s.staged[i] = load_shared_by_blocks(work.keys + (i64)row * size + i);
+    for (int i = threadIdx.x; i < MAX_PIECE_KEYS; i += THREADS)
+        if (i < size) s.staged[i] = load_shared_by_blocks(keys + i);
     __syncthreads();
-    // The least q with q * splits >= K and the least m with m * q >= K, without a division.
-    const int q = 1 + __popc(__ballot_sync(ALL_LANES, (lane + 1) * splits < K));
+    // The least q with q * pieces >= K and the least m with m * q >= K, without a division.
+    const int q = 1 + __popc(__ballot_sync(ALL_LANES, (lane + 1) * pieces < K));
     const int m = __popc(__ballot_sync(ALL_LANES, lane * q < K));
-    const u64 shown = lane < splits ? s.staged[lane * K + q - 1] : NO_KEY;
-    int rank = lane < splits ? 0 : WARP;
+    const u64 shown = lane < pieces ? s.staged[lane * K + q - 1] : NO_KEY;
+    int rank = lane < pieces ? 0 : WARP;
 #pragma unroll 4
-    for (int i = 0; i < splits; ++i) {
+    for (int i = 0; i < pieces; ++i) {
         const u64 other = s.staged[i * K + q - 1];
         rank += other > shown || (other == shown && i < lane);
     }

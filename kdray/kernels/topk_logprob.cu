@@ -8,24 +8,27 @@
 // order           value descending, then id ascending; NaN and -inf are absent and come last with
 //                 their lowest ids, +inf is the largest float32; beyond V: id 0 (partial: NO_ID)
 //
-// Grid (rows, splits), 256 threads: a split of a row takes `run` of its segments; the last block of
-// a row to finish merges the splits (by a ticket in the workspace, which resets itself).
-// A segment is 8 units, one a warp; a unit is 1024 neighbouring logits, 32 a lane, in registers.
+// Grid: blocks of 256 threads. A segment is 8 units, one a warp; a unit is 1024 neighbouring logits,
+// 32 a lane, in registers. The segments of all rows are numbered in one list, `pitch` to a row; block
+// b takes `run` of them from b * run on, whatever rows they lie in. Its part of a row is a piece; the
+// last block of a row to finish merges the pieces (by a ticket in the workspace, which resets
+// itself). pitch: the segments of a row, or more, so that every row starts with a block.
 //
 // Selection. A bound, always a key that K others are known to reach, filters the stream. The first
 // comes from the K-th largest of 2K or more disjoint maxima of the first segment. Survivors go to a
 // list of their warp. Twice on the way and at the end the block ranks all survivors by counting and
 // keeps K. No barrier stands in the stream besides; a warp whose list would overflow (mass ties,
 // rising rows) narrows its own unit to at most a list's room, ties by id: nothing is ever dropped
-// that could be among the K best, so the result does not depend on timing or splits.
+// that could be among the K best, so the result does not depend on timing or pieces.
 //
 // Log-sum-exp. A unit's sum of 2^(x log2 e - R), R an integer, is float32 in a fixed order; units
 // are added as integers (topk_mass.cuh). So a row's result depends neither on other rows nor on
-// splits, nor on shards that start at multiples of 1024. It is within 5e-7 nat of float64; scores
+// pieces, nor on shards that start at multiples of 1024. It is within 5e-7 nat of float64; scores
 // are rounded from double, within 2 units of 2^-22 of the exact ones. Where a row's maximum exceeds
 // 2^28 in magnitude the log-sum-exp is the maximum, as it is in float32.
 //
-// Limits: k <= K <= 64, V <= 262144, splits * K <= 512, splits <= 32, shards * K <= 1024.
+// Limits: k <= K <= 64, V <= 262144, shards * K <= 1024, rows * pitch < 2^31; of a row's pieces, at
+// most 32 and pieces * K <= 512.
 // Oracle: kernels/reference.py, tokens exactly, scores within 2 of float64 (tests/gpu).
 
 #ifndef K  // at least the k of a launch
@@ -38,12 +41,9 @@
 #define BLOCKS_PER_SM (INPUT_BF16 ? 4 : 2)
 #endif
 #ifndef PREFETCH  // 1: load a warp's next unit before it works on the present one
-#define PREFETCH 1
+#define PREFETCH 0
 #endif
-#ifndef SUM_FIRST  // 1: exponentials before the selection, which then has the slice's registers
-#define SUM_FIRST 1
-#endif
-#ifndef FIRST_RANKING  // segments of a block before survivors are ranked: ever fewer pass after it
+#ifndef FIRST_RANKING  // segments of a piece before survivors are ranked: ever fewer pass after it
 #define FIRST_RANKING 2
 #endif
 #ifndef SECOND_RANKING
@@ -69,92 +69,136 @@ __device__ __forceinline__ void add_absent(Shared& s, const Row& row) {
     __syncthreads();
 }
 
-// The K best of this block's row in s.best, absent ones included, and its units' sums in s.units;
-// true in the one block of the row that has them.
-__device__ __forceinline__ bool select(Shared& s, const Row& row, const Workspace& work,
-                                       int run) {
-    const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
-    const int num_units = (row.size + UNIT - 1) / UNIT;
-    const int segments = (num_units + WARPS - 1) / WARPS;
-    const int begin = split * run, end = min(begin + run, segments);
-    UnitSum* units = splits == 1 ? s.units : work.units + (i64)number * num_units;
+// Rows of logits and how blocks share them.
+struct Batch {
+    const void* logits;
+    i64 stride;
+    int rows, size;
+    int pitch, run;  // segments: from row to row in the list of all, and of a block
+
+    __device__ __forceinline__ Row row(int number) const {
+        const unsigned char* data = (const unsigned char*)logits + number * stride * (16 / VECTOR);
+        return {data, size, (u64)data % 16 == 0 ? size : 0};
+    }
+    __device__ __forceinline__ int units() const { return (size + UNIT - 1) / UNIT; }
+    __device__ __forceinline__ int segments() const { return (size + SEGMENT - 1) / SEGMENT; }
+    __device__ __forceinline__ Sharers sharers(int number) const {
+        const int start = number * pitch, first = start / run;
+        return {first, (start + segments() - 1) / run - first + 1};
+    }
+};
+
+// The K best of a row's segments [begin, end) in s.best, their units' sums in `units`.
+__device__ __forceinline__ void stream(Shared& s, const Row& row, UnitSum* units, int begin,
+                                       int end) {
+    u64 bound = NO_KEY;
+    float above = -infinity();  // what a logit must exceed
+    int first = begin * SEGMENT + warp_id() * UNIT;
+    Slice slice, next;
+    if (PREFETCH) next = row.load(first);
+#pragma unroll 1
+    for (int segment = begin; segment < end; ++segment, first += SEGMENT) {
+        slice = PREFETCH ? next : row.load(first);
+        if (PREFETCH && segment + 1 < end) next = row.load(first + SEGMENT);
+        float mine = slice.most();
+        u32 largest = warp_max_or_nan(mine);
+        if (largest >= ordered(infinity())) {
+            slice.clean();
+            mine = slice.most();
+            largest = warp_max_or_nan(mine);
+        }
+        const float most = from_ordered(largest);
+        if (segment == begin) {
+            bound = first_bound(s, mine);
+            above = threshold(bound, first);
+        }
+        if (most > above) {
+            bound = keep_survivors(s, slice, row, most, first, bound);
+            above = threshold(bound, first + SEGMENT);
+        }
+        sum_unit(slice, most, units, first, row.size);
+        const int done = segment + 1 - begin;
+        if (segment + 1 == end || done == FIRST_RANKING || done == SECOND_RANKING) {
+            bound = rank_lists(s, bound);
+            above = threshold(bound, first + SEGMENT);
+        }
+    }
+}
+
+// A block's piece of a row. Where that is all of it, or the row's last to be finished, the row's K
+// best are in s.best, absent ones included, and its units' sums in s.units: then true.
+__device__ __forceinline__ bool select(Shared& s, const Batch& batch, const Workspace& work,
+                                       int number, int begin, int end) {
+    const Row row = batch.row(number);
+    const int num_units = batch.units();
+    const bool whole = begin == 0 && end == batch.segments();
+    __syncthreads();  // behind the warps that still read of the block's last row
     if (threadIdx.x < WARPS) s.count[threadIdx.x] = 0;
     if (threadIdx.x == 0) s.num_best = 0;
-    u64 bound = NO_KEY;
-    Slice slice, next;
-    // With PREFETCH the loop runs one load ahead of its work.
-    for (int segment = begin - PREFETCH; segment < end; ++segment) {
-        const int first = segment * SEGMENT + warp_id() * UNIT;
-        if (segment + PREFETCH < end) next = row.load(first + PREFETCH * SEGMENT);
-        if (!PREFETCH) slice = next;
-        if (segment >= begin) {
-            Maxima maxima;
-            maxima.take(slice);
-            if (__any_sync(ALL_LANES, !(maxima.most < infinity()))) {
-                slice.clean();
-                maxima.take(slice);
-            }
-            if (SUM_FIRST) sum_unit(slice, maxima.most, units, first, row.size);
-            if (segment == begin) bound = first_bound(s, maxima.most);
-            bound = keep_survivors(s, row, maxima, first, bound);
-            if (!SUM_FIRST) sum_unit(slice, maxima.most, units, first, row.size);
-            const int done = segment + 1 - begin;
-            if (segment + 1 == end || done == FIRST_RANKING || done == SECOND_RANKING)
-                bound = rank_lists(s, bound);
-        }
-        if (PREFETCH) slice = next;
-    }
-    if (splits > 1) {
-        if (!publish(s, work, number, split, splits)) return false;
-        merge_splits(s, work, number, splits, num_units);
+    stream(s, row, whole ? s.units : work.units + (i64)number * num_units, begin, end);
+    if (!whole) {
+        const Sharers sharers = batch.sharers(number);
+        if (!publish(s, work, number, sharers.count)) return false;
+        merge_pieces(s, work, number, sharers, num_units);
     }
     if (s.num_best < K && s.num_best < row.size) add_absent(s, row);
     return true;
 }
 
-__device__ __forceinline__ Row row_of(const void* logits, i64 stride, int size, int number) {
-    const unsigned char* data = (const unsigned char*)logits + number * stride * (16 / VECTOR);
-    return {data, size, (u64)data % 16 == 0};
+// All of a block's pieces; write(row) where it has a row's result, by all threads.
+template <class Write>
+__device__ __forceinline__ void serve(Shared& s, const Batch& batch, const Workspace& work,
+                                      const Write& write) {
+    const int begin = blockIdx.x * batch.run;
+    const int end = min(begin + batch.run, batch.rows * batch.pitch);
+    int next;
+#pragma unroll 1
+    for (int at = begin; at < end; at = next) {
+        const int number = at / batch.pitch, start = number * batch.pitch;
+        const int last = min(end - start, batch.segments());
+        if (select(s, batch, work, number, at - start, last)) write(number);
+        next = start + batch.pitch;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_logprob(
     int* token, int* score, int* ticket, u64* keys, UnitSum* unit_sums, const void* logits,
-    i64 stride, int size, int k, int run) {
+    i64 stride, int rows, int size, int pitch, int run, int k) {
     __shared__ Shared s;
-    const int number = blockIdx.x;
-    const Row row = row_of(logits, stride, size, number);
-    if (!select(s, row, {ticket, keys, unit_sums}, run)) return;
-    if (threadIdx.x >= (K > WARP ? 2 * WARP : WARP)) return;
-    const Mass mass = sum_units(s.units, (size + UNIT - 1) / UNIT);
-    const int i = threadIdx.x;
-    if (i >= k || i >= K) return;
-    const u64 key = s.best[i];
-    const double normaliser = log_sum_exp(mass, key_value(s.best[0]));
-    token[(i64)number * k + i] = key == NO_KEY ? 0 : key_id(key);
-    score[(i64)number * k + i] =
-        key == NO_KEY ? SCORE_ABSENT : fixed_point(key_value(key), normaliser);
+    const Batch batch = {logits, stride, rows, size, pitch, run};
+    serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
+        if (threadIdx.x >= (K > WARP ? 2 * WARP : WARP)) return;
+        const Mass mass = sum_units(s.units, batch.units());
+        const int i = threadIdx.x;
+        if (i >= k || i >= K) return;
+        const u64 key = s.best[i];
+        const double normaliser = log_sum_exp(mass, key_value(s.best[0]));
+        token[(i64)number * k + i] = key == NO_KEY ? 0 : key_id(key);
+        score[(i64)number * k + i] =
+            key == NO_KEY ? SCORE_ABSENT : fixed_point(key_value(key), normaliser);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_partial(
     float* value, int* id, i64* mass, int* ticket, u64* keys, UnitSum* unit_sums,
-    const void* logits, i64 stride, int size, int k, int run, int first_id) {
+    const void* logits, i64 stride, int rows, int size, int pitch, int run, int k, int first_id) {
     __shared__ Shared s;
-    const int number = blockIdx.x;
-    const Row row = row_of(logits, stride, size, number);
-    if (!select(s, row, {ticket, keys, unit_sums}, run)) return;
-    const int i = threadIdx.x;
-    if (i < k && i < K) {
-        const u64 key = s.best[i];
-        value[(i64)number * k + i] = key == NO_KEY ? -infinity() : key_value(key);
-        id[(i64)number * k + i] = key == NO_KEY ? NO_ID : first_id + key_id(key);
-    }
-    if (i >= WARP) return;
-    const Mass sum = sum_units(s.units, (size + UNIT - 1) / UNIT);
-    if (i == 0) {
-        mass[3 * (i64)number] = sum.top;
-        mass[3 * (i64)number + 1] = (i64)sum.high;
-        mass[3 * (i64)number + 2] = (i64)sum.low;
-    }
+    const Batch batch = {logits, stride, rows, size, pitch, run};
+    serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
+        const int i = threadIdx.x;
+        if (i < k && i < K) {
+            const u64 key = s.best[i];
+            value[(i64)number * k + i] = key == NO_KEY ? -infinity() : key_value(key);
+            id[(i64)number * k + i] = key == NO_KEY ? NO_ID : first_id + key_id(key);
+        }
+        if (i >= WARP) return;
+        const Mass sum = sum_units(s.units, batch.units());
+        if (i == 0) {
+            mass[3 * (i64)number] = sum.top;
+            mass[3 * (i64)number + 1] = (i64)sum.high;
+            mass[3 * (i64)number + 2] = (i64)sum.low;
+        }
+    });
 }
 
 // One block a row: ranks all shards' candidates, adds their masses.

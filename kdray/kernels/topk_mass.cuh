@@ -8,9 +8,9 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr float ALMOST_NOTHING = -5.4e8f;  // about -2^29: stands for the maximum of an empty unit
 constexpr float HUGE_LOGIT = 2.68435456e8f;  // 2^28
 
-// The sum of one unit: sum * 2^reference.
-struct UnitSum {
-    int reference;
+// The sum of one unit: sum * 2^reference, which is an integer.
+struct alignas(8) UnitSum {
+    float reference;
     float sum;
 };
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ Mass sum_units(const UnitSum* units, int num_units) {
         const UnitSum unit = units[i];
         const u32 bits = bits_of(unit.sum);
         if (bits == 0) continue;
-        const int exponent = unit.reference + (int)(bits >> 23) - 150;  // of the lowest bit
+        const int exponent = round_to_int(unit.reference) + (int)(bits >> 23) - 150;  // of the lowest bit
         const u64 mantissa = (bits & 0x7fffffu) | 0x800000u;
         add(mine, exponent >> 5, mantissa << (exponent & 31));
     }
@@ -88,17 +88,18 @@ __device__ int fixed_point(float value, double normaliser) {
     return round_to_int(logprob * 4194304.0);
 }
 
-// The sum of a warp's unit, in a fixed order, to its place; `most` is the lane's largest logit.
+// The sum of a warp's unit, in a fixed order, to its place; `most` is its largest logit.
 __device__ __forceinline__ void sum_unit(const Slice& slice, float most, UnitSum* units, int first,
                                          int size) {
-    const u32 best = __reduce_max_sync(ALL_LANES, ordered(most));
-    const float reference = rintf(fmaxf(from_ordered(best), ALMOST_NOTHING) * LOG2_E);
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const float reference = rintf(fmaxf(most, ALMOST_NOTHING) * LOG2_E);
+    float sum[4];
 #pragma unroll
-    for (int e = 0; e < LANE_SIZE; ++e)
-        sum[e % 4] += exp2_fast(fmaf(slice.value(e), LOG2_E, -reference));
+    for (int e = 0; e < LANE_SIZE; ++e) {
+        const float term = exp2_fast(fmaf(slice.value(e), LOG2_E, -reference));
+        sum[e % 4] = e < 4 ? term : sum[e % 4] + term;
+    }
     float whole = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
     for (int step = 16; step; step /= 2) whole += __shfl_xor_sync(ALL_LANES, whole, step);
-    if (lane_id() == 0 && first < size) units[first / UNIT] = {round_to_int(reference), whole};
+    if (lane_id() == 0 && first < size) units[(u32)first / UNIT] = {reference, whole};
 }

@@ -14,9 +14,21 @@ constexpr int MAX_UNITS = 256;
 constexpr int VECTOR = INPUT_BF16 ? 8 : 4;  // logits in 16 bytes
 constexpr int VECTORS = LANE_SIZE / VECTOR;
 constexpr int WORDS = VECTORS * 4;
-constexpr int PARTS = 4;  // a lane's maxima are kept by parts of 8 logits
-constexpr int PART = LANE_SIZE / PARTS;
-constexpr int PART_WORDS = WORDS / PARTS;
+
+// 0xffff or 0 for each half of a that exceeds that of b.
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 bf16_pair_mask_above(u32 a, u32 b) {
+    u32 c;
+    asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+#else
+inline u32 bf16_pair_mask_above(u32 a, u32 b) {
+    const bool low = float_of(a << 16) > float_of(b << 16);
+    const bool high = float_of(a & 0xffff0000u) > float_of(b & 0xffff0000u);
+    return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+}
+#endif
 
 // The float just below: x > below(y) is x >= y. Zeros count as one.
 __device__ __forceinline__ float below(float y) {
@@ -48,16 +60,15 @@ struct Slice {
         return float_of(word[e]);
 #endif
     }
-    // The largest logit of a part, or NaN where one is.
-    __device__ __forceinline__ float part_max(int part) const {
-        u32 most = word[part * PART_WORDS];
+    // The largest logit, or NaN where one is.
+    __device__ __forceinline__ float most() const {
+        u32 most = word[0];
 #pragma unroll
-        for (int w = 1; w < PART_WORDS; ++w) {
-            const u32 next = word[part * PART_WORDS + w];
+        for (int w = 1; w < WORDS; ++w) {
 #if INPUT_BF16
-            most = bf16_pair_max_or_nan(most, next);
+            most = bf16_pair_max_or_nan(most, word[w]);
 #else
-            most = bits_of(max_or_nan(float_of(most), float_of(next)));
+            most = bits_of(max_or_nan(float_of(most), float_of(word[w])));
 #endif
         }
 #if INPUT_BF16
@@ -65,6 +76,22 @@ struct Slice {
 #else
         return float_of(most);
 #endif
+    }
+    // Bit b: logit number_of(b) exceeds x, a value that the input's type can have.
+    __device__ __forceinline__ u32 above(float x) const {
+        u32 hits = 0;
+#if INPUT_BF16
+        const u32 pair = bits_of(x) | bits_of(x) >> 16;
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) hits |= bf16_pair_mask_above(word[w], pair) & 0x10001u << w;
+#else
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) hits |= (float_of(word[w]) > x ? 1u : 0u) << w;
+#endif
+        return hits;
+    }
+    __device__ __forceinline__ static int number_of(int bit) {
+        return INPUT_BF16 ? bit % 16 * 2 + bit / 16 : bit;
     }
     // How many exceed x, a value that the input's type can have.
     __device__ __forceinline__ u32 count_above(float x) const {
@@ -95,23 +122,20 @@ struct Slice {
     }
 };
 
-// A lane's largest logits: of each part, and of all.
-struct Maxima {
-    float part[PARTS];
-    float most;
-
-    __device__ __forceinline__ void take(const Slice& slice) {
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) part[i] = slice.part_max(i);
-        most = max_or_nan(max_or_nan(part[0], part[1]), max_or_nan(part[2], part[3]));
-    }
-};
+// The largest of all lanes' values, as ordered(): beyond +inf where one is NaN.
+__device__ __forceinline__ u32 warp_max_or_nan(float x) {
+#ifdef __CUDACC__
+    return __reduce_max_sync(ALL_LANES, ordered(x));  // the hardware's maxima give a positive NaN
+#else
+    return __reduce_max_sync(ALL_LANES, is_nan(x) ? ~0u : ordered(x));
+#endif
+}
 
 // One row of logits; numbers count from its start.
 struct Row {
     const unsigned char* data;
     int size;
-    bool aligned;  // its vectors can be read as such
+    int whole;  // logits to be read by vectors: all, or none where the row is not aligned
 
     __device__ __forceinline__ u32 bits(int i) const {
 #if INPUT_BF16
@@ -134,11 +158,11 @@ struct Row {
     // The unit that starts at `first`; what lies beyond the row is -inf.
     __device__ __forceinline__ Slice load(int first) const {
         Slice slice;
-        if (aligned && first + UNIT <= size) {
+        if (first + UNIT <= whole) {
+            const uint4* const from = (const uint4*)data + ((u32)first / VECTOR + lane_id());
 #pragma unroll
             for (int j = 0; j < VECTORS; ++j) {
-                const i64 number = first + place(j * VECTOR);
-                const uint4 v = __ldg((const uint4*)(data + number * (16 / VECTOR)));
+                const uint4 v = __ldg(from + j * WARP);
                 slice.word[4 * j] = v.x, slice.word[4 * j + 1] = v.y;
                 slice.word[4 * j + 2] = v.z, slice.word[4 * j + 3] = v.w;
             }

@@ -8,11 +8,11 @@
 constexpr int CAPACITY = 2 * K > 64 ? 2 * K : 64;  // of a warp's list; room for K more after a cut
 constexpr int GROUPS = 2 * K > 32 ? (2 * K > 64 ? 128 : 64) : 32;  // of the first bound
 constexpr int GROUP = THREADS / GROUPS;
-constexpr int MAX_SPLIT_KEYS = 512;
+constexpr int MAX_PIECE_KEYS = 512;
 constexpr int STAGED = K + WARPS * CAPACITY;
 
 static_assert(GROUPS >= K, "room");
-static_assert(STAGED >= MAX_SPLIT_KEYS && WARPS * CAPACITY >= MAX_SPLIT_KEYS, "room");
+static_assert(STAGED >= MAX_PIECE_KEYS && WARPS * CAPACITY >= MAX_PIECE_KEYS, "room");
 
 struct Shared {
     u64 best[K];                // the K best so far, in order; NO_KEY where there are fewer
@@ -42,28 +42,33 @@ __device__ __forceinline__ float threshold(u64 bound, int first) {
     return (u32)first > ~(u32)bound ? value : below(value);  // a first bound has no id: 2^32 - 1
 }
 
-// Lists the logits above `above` behind the `size` already listed, unless there is no room for all:
-// then false. Each lane looks through those of its parts that have any.
-__device__ __forceinline__ bool put_above(Shared& s, const Row& row, const Maxima& maxima,
-                                          int first, int size, float above) {
-    u32 parts = 0;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) parts |= (maxima.part[i] > above ? 1u : 0u) << i;
-    const int room = CAPACITY - size;
-    if ((int)__reduce_add_sync(ALL_LANES, (u32)__popc(parts)) > room) return false;
-    u32 hits = 0;
-    while (parts) {
-        const int start = (__ffs(parts) - 1) * PART;
-        parts &= parts - 1;
-#pragma unroll
-        for (int e = 0; e < PART; ++e)
-            hits |= (row.value(first + place(start + e)) > above ? 1u : 0u) << (start + e);
-    }
-    if ((int)__reduce_add_sync(ALL_LANES, (u32)__popc(hits)) > room) return false;
+// The inputs' values numbered in their order: the largest of them that is at most a float, given as
+// ordered(), and back.
+__device__ __forceinline__ u32 step_of(u32 key) {
+#if INPUT_BF16
+    return key >> 31 ? key >> 16 : ((key + 1) >> 16) - 1;  // negative ones end in ones
+#else
+    return key;
+#endif
+}
+__device__ __forceinline__ float from_step(u32 step) {
+#if INPUT_BF16
+    return from_ordered(step << 16 | (step >> 15 ? 0 : 0xffffu));
+#else
+    return from_ordered(step);
+#endif
+}
+
+// Lists a unit's logits above `above` behind the `size` already listed, unless there is no room for
+// all: then false.
+__device__ __forceinline__ bool put_above(Shared& s, const Slice& slice, const Row& row, int first,
+                                          int size, float above) {
+    u32 hits = slice.above(from_step(step_of(ordered(above))));
+    if ((int)__reduce_add_sync(ALL_LANES, (u32)__popc(hits)) > CAPACITY - size) return false;
     const u32 lower = (1u << lane_id()) - 1;
     while (const u32 holders = __ballot_sync(ALL_LANES, hits != 0)) {
         if (hits) {
-            const int i = first + place(__ffs(hits) - 1);
+            const int i = first + place(Slice::number_of(__ffs(hits) - 1));
             hits &= hits - 1;
             s.list[warp_id()][size + __popc(holders & lower)] = make_key(row.value(i), i);
         }
@@ -100,28 +105,11 @@ __device__ __forceinline__ int put_ties(Shared& s, const Row& row, int first, in
     return last;
 }
 
-// The inputs' values numbered in their order: the largest of them that is at most a float, given as
-// ordered(), and back.
-__device__ __forceinline__ u32 step_of(u32 key) {
-#if INPUT_BF16
-    return key >> 31 ? key >> 16 : ((key + 1) >> 16) - 1;  // negative ones end in ones
-#else
-    return key;
-#endif
-}
-__device__ __forceinline__ float from_step(u32 step) {
-#if INPUT_BF16
-    return from_ordered(step << 16 | (step >> 15 ? 0 : 0xffffu));
-#else
-    return from_ordered(step);
-#endif
-}
-
 // A cut that keeps at most `room` >= K logits of a unit and at least its K best above `above`.
 // Halves the distance between values until one lies right, or until two neighbours leave no choice
 // but to take ties by id.
 __device__ __forceinline__ Cut find_cut(const Slice& slice, float most, float above, int room) {
-    u32 low = step_of(ordered(above)), high = step_of(__reduce_max_sync(ALL_LANES, ordered(most)));
+    u32 low = step_of(ordered(above)), high = step_of(ordered(most));
     int beyond = 0;  // logits above `high`
 #pragma unroll 1
     while (high - low > 1) {
@@ -188,25 +176,25 @@ __device__ __forceinline__ u64 shorten_list(Shared& s, int size) {
     return list[K - 1];
 }
 
-// Lists the survivors of a warp's unit; returns the bound, raised where they are many.
-__device__ __forceinline__ u64 keep_survivors(Shared& s, const Row& row, const Maxima& maxima,
-                                              int first, u64 bound) {
+// Lists the survivors of a warp's unit, whose largest logit exceeds the threshold; returns the
+// bound, raised where they are many.
+__device__ __forceinline__ u64 keep_survivors(Shared& s, const Slice& slice, const Row& row,
+                                              float most, int first, u64 bound) {
     float above = threshold(bound, first);
-    if (!__any_sync(ALL_LANES, maxima.most > above)) return bound;
     int size = s.count[warp_id()];
     __syncwarp();
-    if (put_above(s, row, maxima, first, size, above)) return bound;
+    if (put_above(s, slice, row, first, size, above)) return bound;
     // Too many. Make room for K, then choose among the unit's own.
     size = purge_list(s, size, bound);
     if (size > CAPACITY - K) {
         bound = larger(bound, shorten_list(s, size));
         size = K;
         above = threshold(bound, first);
-        if (!__any_sync(ALL_LANES, maxima.most > above)) return bound;
+        if (!(most > above)) return bound;
     }
-    const Cut cut = find_cut(row.load(first), maxima.most, above, CAPACITY - size);
+    const Cut cut = find_cut(slice, most, above, CAPACITY - size);
     if (cut.ties == 0) {
-        put_above(s, row, maxima, first, size, cut.above);
+        put_above(s, slice, row, first, size, cut.above);
         // At least K exceed the cut, so what equals it is out, whatever its id.
         return larger(bound, (u64)ordered(cut.above) << 32 | 0xffffffffu);
     }

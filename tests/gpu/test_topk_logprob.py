@@ -32,8 +32,8 @@ def test_every_kind_of_row(topk: CudaTopk, kind: str, dtype: torch.dtype, k: int
     logits = logits_of(kind, 5, VOCAB, dtype, "cuda")
     found = topk.topk_logprob(logits, k)
     assert_exact(logits, k, *found)
-    for splits in (1, 2, 3, 7, 32):
-        assert same(topk.topk_logprob(logits, k, splits=splits), found), f"{splits} splits"
+    for run in (1, 3, 7, 17, 20, 23, 100):  # of 20 segments a row, 100 in all
+        assert same(topk.topk_logprob(logits, k, run=run), found), f"{run} segments a block"
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 1000, 1024, 8191, 8193, 129280, 151936, MAX_VOCAB])
@@ -53,10 +53,10 @@ def test_any_stride_and_alignment(topk: CudaTopk, dtype: torch.dtype) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch(topk: CudaTopk) -> None:
-    logits = logits_of("normal", 700, 32768, torch.bfloat16, "cuda")
+    logits = logits_of("normal", 1100, 32768, torch.bfloat16, "cuda")
     together = topk.topk_logprob(logits, 16)
     assert_exact(logits, 16, *together)
-    for rows in (1, 7, 56, 513):
+    for rows in (1, 7, 56, 200, 513, 1024):
         part = topk.topk_logprob(logits[:rows], 16)
         assert same(part, (together[0][:rows], together[1][:rows])), f"{rows} rows"
 
