@@ -16,8 +16,9 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.kernels import cuda_accept, cuda_commit, cuda_sampling, cuda_topk, cuda_trees
 from kdray.kernels.cuda_commit import CacheTable
+from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import AttentionBatch, SamplingRows
+from kdray.kernels.ops import AttentionBatch, Norm, PlacedRows, RoutingRule, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 
 
@@ -32,6 +33,7 @@ class CudaOps:
         self.loader = loader or KernelLoader(device)
         self.device = self.loader.device
         self._reference = ReferenceOps(self.device)
+        self._fused = CudaFused(self.loader)
         self._topk = cuda_topk.CudaTopk(self.loader)
         self._sampling = cuda_sampling.CudaSampling(self.loader)
         self._commits: dict[tuple[int, ...], _CommitPlan] = {}
@@ -58,6 +60,28 @@ class CudaOps:
         self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
     ) -> Tensor:
         return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._fused.rms_norm(x, norm)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return self._fused.add_rms_norm(x, delta, norm)
+
+    def rope_cache(
+        self, query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm
+    ) -> Tensor:
+        return self._fused.rope_cache(query, kv, cache, rows, norm)
+
+    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        self._fused.per_head(out, x, weight)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self._fused.swiglu(gate_up)
+
+    def route_experts(
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        return self._fused.route_experts(logits, bias, rule)
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """As in Ops; what it waits for are the flags of rows without any finite logit, which raise

@@ -1,7 +1,8 @@
 """The ops of a round: one contract, two implementations (reference.py in torch, CUDA through CuPy).
 
 Shape letters: R requests, T rows of a step, N nodes of a tree, L depth, K candidates, H heads,
-C latent dim, D rope dim, S cache slots, V vocabulary, W words of an ancestor row = ceil(N / 32).
+C latent dim, D rope dim, S cache slots, V vocabulary, W words of an ancestor row = ceil(N / 32),
+E width of the residual stream, X experts.
 """
 
 from __future__ import annotations
@@ -66,6 +67,45 @@ class SamplingRows:
     end_token_ids: Sequence[frozenset[int]]
 
 
+class Norm(Protocol):
+    """An RMSNorm's parameters: weight [E], eps [] fp32 on the device."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> Tensor: ...
+
+
+class PlacedRows(Protocol):
+    """Where T rows stand in their texts and in the cache.
+
+    turns   [T, D / 2] complex64: the rotation of every rope pair at the row's position
+    slot    [T] int64: the cache slot that takes the row's KV
+    """
+
+    @property
+    def turns(self) -> Tensor: ...
+    @property
+    def slot(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How experts are chosen, as config.json says.
+
+    top_k         experts a row
+    num_groups    groups of neighbouring experts, of which top_groups are looked at; 1: no groups
+    normalize     whether a row's weights are divided by their sum
+    scale         what they are multiplied by
+    """
+
+    top_k: int
+    num_groups: int
+    top_groups: int
+    normalize: bool
+    scale: float
+
+
 class Ops(Protocol):
     """Chosen once, by load_ops(device); everybody else receives it."""
 
@@ -96,6 +136,41 @@ class Ops(Protocol):
         visible keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
         The rows' own KV is already in the cache.
         """
+        ...
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """RMSNorm of x [.., E] over its last dimension; reference_fused has the formula."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x + delta [.., E], and the norm of that."""
+        ...
+
+    def rope_cache(
+        self, query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm
+    ) -> Tensor:
+        """Write the rows' KV, and rotate their queries.
+
+        kv [T, C + D] as projected: cache[slot] = [norm(latent) | rotated key], cache [S, C + D].
+        query [T, H, N + D] -> [T, H, C + D], whose last D numbers are the query's, rotated. The
+        first C hold nothing yet: W_UK's share of an absorbed query goes there.
+        """
+        ...
+
+    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        """out[t, h] = x[t, h] @ weight[h]: x [T, H, A], weight [H, A, B], out [T, H, B], whose
+        rows and heads may lie any distance apart."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[.., 2 I], gate then up -> silu(gate) * up [.., I]."""
+        ...
+
+    def route_experts(
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        """The noaux_tc router: logits [T, X] fp32, bias [X] fp32 -> expert [T, k] int64, best first
+        (the lower expert and group among equals), and weight [T, k] fp32."""
         ...
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -26,6 +26,7 @@ from kdray.core.tree import (
     build_tree,
     follow,
 )
+from kdray.kernels import reference_fused
 from kdray.kernels.ops import AttentionBatch, SamplingRows
 from kdray.kernels.reference_attention import AttentionTile, attend, scatter, tile_batch
 from kdray.kernels.reference_sampling import sample_tokens
@@ -33,6 +34,13 @@ from kdray.kernels.reference_sampling import sample_tokens
 
 class ReferenceOps:
     """kernels.ops.Ops without a kernel of our own."""
+
+    rms_norm = staticmethod(reference_fused.rms_norm)
+    add_rms_norm = staticmethod(reference_fused.add_rms_norm)
+    rope_cache = staticmethod(reference_fused.rope_cache)
+    per_head = staticmethod(reference_fused.per_head)
+    swiglu = staticmethod(reference_fused.swiglu)
+    route_experts = staticmethod(reference_fused.route_experts)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

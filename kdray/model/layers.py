@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdray.kernels import reference_fused
+
 
 class RmsNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, for ops.rms_norm and by itself.
 
-    The normalised x is rounded to its own dtype before the weight, as the family was trained.
     weight [E], eps [] fp32: a tensor, because a Python number costs a conversion at every call.
     """
 
@@ -28,9 +29,7 @@ class RmsNorm(NamedTuple):
         return cls(weight, torch.tensor(eps, dtype=torch.float32, device=weight.device))
 
     def __call__(self, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).to(x.dtype) * self.weight
+        return reference_fused.rms_norm(x, self)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -40,5 +39,4 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[.., 2 I], gate then up -> silu(gate) * up [.., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return reference_fused.swiglu(gate_up)

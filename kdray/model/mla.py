@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kdray.kernels.ops import AttentionBatch, Ops
 from kdray.model.layers import RmsNorm
-from kdray.model.rope import rotate
 
 # Known rows from which expanding the latents pays. FLOPs cross at C (N + V) / (2 C - N - V) rows,
 # 171 for Kimi; measured with the demo's sizes on a CPU the two forms meet at about 256.
@@ -140,45 +139,43 @@ class LatentAttention:
 
     def partial(self, x: Tensor, rows: Rows, cache: Tensor) -> Tensor:
         """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, C + D]."""
-        num_heads, nope, latent_dim = self.key_up.shape
+        num_heads, nope, _ = self.key_up.shape
         kv_width = cache.shape[1]
-        hidden, latent, key = (x @ self.down).split_with_sizes(
-            [self.down.shape[1] - kv_width, latent_dim, kv_width - latent_dim], dim=-1
+        hidden, kv = (x @ self.down).split_with_sizes(
+            [self.down.shape[1] - kv_width, kv_width], dim=-1
         )
-        latent = self.latent_norm(latent)
-        row = torch.cat([latent, rotate(key, rows.turns)], dim=-1)
-        cache.index_copy_(0, rows.slot, row.to(cache.dtype))
-
         if self.query_up is not None and self.query_norm is not None:
-            hidden = self.query_norm(hidden) @ self.query_up
+            hidden = self.ops.rms_norm(hidden, self.query_norm) @ self.query_up
         query = hidden.view(x.shape[0], num_heads, -1)
-        rotated = rotate(query[..., nope:], rows.turns[:, None])
-        heads = self._attend(query[..., :nope], rotated, cache, rows.split)
+        turned = self.ops.rope_cache(query, kv, cache, rows, self.latent_norm)
+        heads = self._attend(query[..., :nope], turned, cache, rows.split)
         return heads.flatten(1) @ self.output
 
-    def _attend(
-        self, nope: Tensor, rotated: Tensor, cache: Tensor, split: AttentionSplit
-    ) -> Tensor:
-        """nope [T, H, N], rotated [T, H, D] -> values [T, H, V], each row in its form."""
+    def _attend(self, nope: Tensor, turned: Tensor, cache: Tensor, split: AttentionSplit) -> Tensor:
+        """nope [T, H, N], turned [T, H, C + D] as rope_cache leaves it -> values [T, H, V], each
+        row in its form."""
         if split.absorbed is not None and split.absorbed_rows is None:
-            return self._absorbed(nope, rotated, cache, split.absorbed)
+            return self._absorbed(nope, turned, cache, split.absorbed)
         heads = nope.new_empty(*nope.shape[:2], self.value_up.shape[2])
         if split.absorbed is not None:
             rows = split.absorbed_rows
-            heads[rows] = self._absorbed(nope[rows], rotated[rows], cache, split.absorbed)
+            heads[rows] = self._absorbed(nope[rows], turned[rows], cache, split.absorbed)
+        rotated = turned[..., self.key_up.shape[2] :]
         for long in split.expanded:
             query = torch.cat([nope[long.rows], rotated[long.rows]], dim=-1)
             heads[long.rows] = self._expanded(query, cache, long)
         return heads
 
     def _absorbed(
-        self, nope: Tensor, rotated: Tensor, cache: Tensor, batch: AttentionBatch
+        self, nope: Tensor, query: Tensor, cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        latent_query = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
-        query = torch.cat([latent_query, rotated], dim=-1)
+        """query [T, H, C + D] brings its rotated part; its latent part is made here."""
         latent_dim = self.key_up.shape[2]
+        self.ops.per_head(query[..., :latent_dim], nope, self.key_up)
         mixed = self.ops.verify_attention(query, cache, batch, self.scale, latent_dim)
-        return torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
+        heads = mixed.new_empty(*mixed.shape[:2], self.value_up.shape[2])
+        self.ops.per_head(heads, mixed, self.value_up)
+        return heads
 
     def _expanded(self, query: Tensor, cache: Tensor, long: LongRows) -> Tensor:
         """query [t, H, N + D] -> [t, H, V]: causal softmax over key blocks, merged as they come.

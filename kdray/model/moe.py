@@ -7,8 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.ops import Ops, RoutingRule
 from kdray.model.config import ModelConfig
-from kdray.model.layers import swiglu
+
+# A gathered expert's weights are read, written, and read again; where all experts run they are read
+# once. So gathering pays while rows choose less than a third as many experts as there are.
+GATHER_COST = 3
+DENSE_ROWS = 512  # rows that run through all experts at a time, which bounds the memory it takes
 
 
 class Routing(NamedTuple):
@@ -26,64 +31,38 @@ class Router(NamedTuple):
     weight [E, n_experts], bias [n_experts], both fp32
     """
 
+    ops: Ops
     weight: Tensor
     bias: Tensor
-    top_k: int
-    num_groups: int
-    top_groups: int
-    normalize: bool
-    scale: float
+    rule: RoutingRule
 
     @classmethod
-    def of(cls, config: ModelConfig, weight: Tensor, bias: Tensor) -> Router:
-        return cls(
-            weight=weight.float().T.contiguous(),
-            bias=bias.float(),
+    def of(cls, config: ModelConfig, weight: Tensor, bias: Tensor, ops: Ops) -> Router:
+        rule = RoutingRule(
             top_k=config.num_experts_per_tok,
             num_groups=config.n_group,
             top_groups=config.topk_group,
             normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
+        return cls(ops, weight.float().T.contiguous(), bias.float(), rule)
 
     def route(self, x: Tensor) -> Routing:
-        """x [T, E] -> the chosen experts; the bias steers the choice, never the weight."""
-        score = torch.sigmoid(x.float() @ self.weight)
-        choice = score + self.bias
-        if self.num_groups > 1:
-            choice = self._within_best_groups(choice)
-        expert = _best(choice, self.top_k)
-        weight = score.gather(1, expert)
-        if self.normalize:
-            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        return Routing(expert, weight * self.scale)
-
-    def _within_best_groups(self, choice: Tensor) -> Tensor:
-        """Keep the groups whose two best experts sum highest; the others get -inf.
-
-        Not 0: with a negative bias 0 would beat experts of the chosen groups.
-        """
-        grouped = torch.unflatten(choice, 1, (self.num_groups, -1))
-        group_score = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-        kept = torch.zeros_like(group_score, dtype=torch.bool)
-        kept.scatter_(1, _best(group_score, self.top_groups), True)
-        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-
-
-def _best(score: Tensor, k: int) -> Tensor:
-    """Indices [T, k] of the largest, the lower index first among equals (topk promises none)."""
-    return score.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        """x [T, E] -> the chosen experts."""
+        logits = x.float() @ self.weight
+        return Routing(*self.ops.route_experts(logits, self.bias, self.rule))
 
 
 class DenseMLP(NamedTuple):
     """A plain SwiGLU, this rank's part: gate_up [E, 2 I], gate columns first; down [I, E]."""
 
+    ops: Ops
     gate_up: Tensor
     down: Tensor
 
     def partial(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]: this rank's share of the output."""
-        return swiglu(x @ self.gate_up) @ self.down
+        return self.ops.swiglu(x @ self.gate_up) @ self.down
 
 
 class MoE(NamedTuple):
@@ -93,6 +72,7 @@ class MoE(NamedTuple):
     shared  takes every row with weight 1
     """
 
+    ops: Ops
     router: Router
     gate_up: Tensor
     down: Tensor
@@ -101,30 +81,64 @@ class MoE(NamedTuple):
     def partial(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]: this rank's share of the sum over routed and shared experts.
 
-        Each expert runs over its own rows, laid side by side; sums are fp32, rounded once. On one
-        core with 8 experts of 128 this beats one wide product over all of them from 1 row on
-        (5 layers: 1 row 0.68 ms for 0.82, 17 rows 2.0 for 2.4, 64 rows 2.5 for 4.1).
+        Sums are fp32, rounded once.
         """
         routing = self.router.route(x)
-        num_rows, top_k = routing.expert.shape
-        if num_rows == 1:
-            return self._one_row(x, routing)
-        expert = routing.expert.flatten()
-        order = expert.argsort(stable=True)
-        counts = torch.bincount(expert).tolist()
+        outputs = self._chosen(x, routing.expert).float()
+        if len(x) == 1:
+            mixed = routing.weight @ outputs[0]
+        else:
+            mixed = (outputs * routing.weight[..., None]).sum(1)
+        return (mixed + self.shared.partial(x)).to(x.dtype)
+
+    def _chosen(self, x: Tensor, expert: Tensor) -> Tensor:
+        """x [T, E], expert [T, k] -> [T, k, E]: what each row's experts make of it.
+
+        On a CPU every expert runs over its own rows, which the host counts. A GPU must not wait for
+        the host, and its graphs want fixed shapes: few rows gather their experts' weights, more run
+        through all experts.
+        """
+        if x.device.type == "cpu":
+            return self._one_by_one(x, expert) if len(x) == 1 else self._by_expert(x, expert)
+        if GATHER_COST * expert.numel() <= len(self.gate_up):
+            return self._gathered(x, expert)
+        pieces = zip(x.split(DENSE_ROWS), expert.split(DENSE_ROWS), strict=True)
+        return torch.cat([self._dense(rows, chosen) for rows, chosen in pieces])
+
+    def _by_expert(self, x: Tensor, expert: Tensor) -> Tensor:
+        """Rows laid side by side by expert. On one core with 8 experts of 128 this beats one wide
+        product over all of them from 1 row on (5 layers: 1 row 0.68 ms for 0.82, 17 rows 2.0 for
+        2.4, 64 rows 2.5 for 4.1).
+        """
+        top_k = expert.shape[1]
+        order = expert.flatten().argsort(stable=True)
+        counts = torch.bincount(expert.flatten()).tolist()
         rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
-        inner = swiglu(_per_expert(rows, self.gate_up, counts))
+        inner = self.ops.swiglu(_per_expert(rows, self.gate_up, counts))
         by_expert = _per_expert(inner, self.down, counts)
         by_row = torch.empty_like(by_expert).index_copy_(0, order, by_expert)
-        weighted = by_row.view(num_rows, top_k, -1).float() * routing.weight[..., None]
-        return (weighted.sum(1) + self.shared.partial(x)).to(x.dtype)
+        return by_row.view(*expert.shape, -1)
 
-    def _one_row(self, x: Tensor, routing: Routing) -> Tensor:
-        """The same for a single row, which needs no sorting: plain decoding spends 0.1 ms less."""
-        experts = routing.expert[0].tolist()
-        outputs = [swiglu(x @ self.gate_up[e]) @ self.down[e] for e in experts]
-        weighted = routing.weight @ torch.cat(outputs).float()
-        return (weighted + self.shared.partial(x)).to(x.dtype)
+    def _one_by_one(self, x: Tensor, expert: Tensor) -> Tensor:
+        """A single row needs no sorting: plain decoding spends 0.1 ms less."""
+        chosen = expert[0].tolist()
+        outputs = [self.ops.swiglu(x @ self.gate_up[e]) @ self.down[e] for e in chosen]
+        return torch.cat(outputs)[None]
+
+    def _gathered(self, x: Tensor, expert: Tensor) -> Tensor:
+        """Every row by its own copies of its experts' weights."""
+        chosen = expert.flatten()
+        rows = x[:, None].expand(-1, expert.shape[1], -1).reshape(len(chosen), 1, -1)
+        inner = self.ops.swiglu(torch.bmm(rows, self.gate_up.index_select(0, chosen)))
+        return torch.bmm(inner, self.down.index_select(0, chosen)).view(*expert.shape, -1)
+
+    def _dense(self, x: Tensor, expert: Tensor) -> Tensor:
+        """All rows by all experts, of which each row takes its own."""
+        num_experts = len(self.gate_up)
+        inner = torch.bmm(x.expand(num_experts, -1, -1), self.gate_up)
+        outputs = torch.bmm(self.ops.swiglu(inner), self.down)
+        row = torch.arange(len(x), device=x.device)[:, None]
+        return outputs[expert, row]
 
 
 def _per_expert(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

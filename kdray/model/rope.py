@@ -1,7 +1,7 @@
 """Rotary position embedding with yarn, on interleaved pairs (2i, 2i + 1).
 
-A pair is one complex number and a rotation one complex product, so queries and keys keep the
-checkpoint's own order of dimensions. Angles and rotations are fp32.
+A pair is one complex number and a rotation one complex product (ops.rope_cache), so queries and
+keys keep the checkpoint's own order of dimensions. Angles and rotations are fp32.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ class Rope(NamedTuple):
     def turns(self, position: Tensor) -> Tensor:
         """position [T] -> [T, D / 2] complex64: the rotation of every pair, for all layers."""
         return torch.polar(self.magnitude, position.float()[:, None] * self.frequency)
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [.., D] by turns [.., D / 2] (broadcast) -> same shape and dtype, rounded once."""
-    pairs = torch.view_as_complex(torch.unflatten(x.float(), -1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def rope_frequencies(dim: int, theta: float, yarn: Yarn | None) -> Tensor:

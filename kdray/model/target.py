@@ -46,6 +46,7 @@ class TargetModel:
     """
 
     config: ModelConfig
+    ops: Ops
     shard: Shard
     collectives: Collectives
     embedding: Tensor
@@ -88,6 +89,7 @@ class TargetModel:
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
         return cls(
             config=config,
+            ops=ops,
             shard=shard,
             collectives=SoloCollectives() if collectives is None else collectives,
             embedding=reader.vocab_rows("model.embed_tokens"),
@@ -118,14 +120,22 @@ class TargetModel:
             split=AttentionSplit.of(batch.attention),
         )
         x = self.embed(batch.token)
+        normed = self.ops.rms_norm(x, self.layers[0].attention_norm)
         outputs: dict[int, Tensor] = {}
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x = x + reduce(layer.attention.partial(layer.attention_norm(x), rows, cache))
-            x = x + reduce(layer.mlp.partial(layer.mlp_norm(x)))
+            attended = reduce(layer.attention.partial(normed, rows, cache))
+            x, normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
+            mixed = reduce(layer.mlp.partial(normed))
+            x, normed = self.ops.add_rms_norm(x, mixed, self._norm_after(i))
             if i in self.taps:
                 outputs[i] = x
         features = [outputs[i] for i in self.taps] or [x[:, :0]]
-        return TargetOutput(hidden=self.final_norm(x), features=torch.cat(features, dim=-1))
+        return TargetOutput(hidden=normed, features=torch.cat(features, dim=-1))
+
+    def _norm_after(self, layer: int) -> RmsNorm:
+        """What reads a layer's output: the next layer, or the head."""
+        is_last = layer + 1 == len(self.layers)
+        return self.final_norm if is_last else self.layers[layer + 1].attention_norm
 
     def embed(self, token: Tensor) -> Tensor:
         """token [T] integers -> [T, E]."""
@@ -155,5 +165,5 @@ def _read_layer(reader: WeightReader, layer: int, ops: Ops, norm_eps_qkv: float)
         attention_norm=reader.norm(f"{root}.input_layernorm", eps),
         attention=reader.attention(layer, ops, norm_eps_qkv),
         mlp_norm=reader.norm(f"{root}.post_attention_layernorm", eps),
-        mlp=reader.mlp(layer),
+        mlp=reader.mlp(layer, ops),
     )

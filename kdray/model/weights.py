@@ -65,13 +65,13 @@ class WeightReader:
             scale=softmax_scale(config),
         )
 
-    def mlp(self, layer: int) -> DenseMLP | MoE:
+    def mlp(self, layer: int, ops: Ops) -> DenseMLP | MoE:
         root = f"model.layers.{layer}.mlp"
         if self.config.is_moe(layer):
-            return self._moe(root)
-        return self._dense(root, self.config.intermediate_size)
+            return self._moe(root, ops)
+        return DenseMLP(ops, *self._dense(root, self.config.intermediate_size))
 
-    def _moe(self, root: str) -> MoE:
+    def _moe(self, root: str, ops: Ops) -> MoE:
         config, inter = self.config, self.config.moe_intermediate_size
         shape = (config.n_routed_experts, config.hidden_size, 2 * inter // self.shard.size)
         # Filled in place: a list of all experts and their stack would need the memory twice.
@@ -84,19 +84,21 @@ class WeightReader:
         weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
         bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
         return MoE(
-            router=Router.of(config, weight, bias),
+            ops=ops,
+            router=Router.of(config, weight, bias, ops),
             gate_up=gate_up,
             down=down,
-            shared=self._dense(f"{root}.shared_experts", inter * config.n_shared_experts),
+            shared=DenseMLP(
+                ops, *self._dense(f"{root}.shared_experts", inter * config.n_shared_experts)
+            ),
         )
 
-    def _dense(self, root: str, intermediate: int) -> DenseMLP:
+    def _dense(self, root: str, intermediate: int) -> tuple[Tensor, Tensor]:
+        """gate_up and down of a SwiGLU."""
         part = self.shard.slice_of(intermediate)
         gate, up = (self._linear(f"{root}.{name}_proj", rows=part) for name in ("gate", "up"))
-        return DenseMLP(
-            gate_up=torch.cat([gate, up], dim=1),
-            down=self._linear(f"{root}.down_proj", cols=part),
-        )
+        gate_up = torch.cat([gate, up], dim=1)
+        return gate_up, self._linear(f"{root}.down_proj", cols=part)
 
     def _linear(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """[in, out]: some inputs (cols) and outputs (rows) of the checkpoint's [out, in]."""

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.ops import AttentionBatch
+from kdray.kernels.reference import ReferenceOps
 
 
-class PlainAttention:
-    """Stands in for the ops of a TargetModel, which calls nothing else of them."""
+class PlainAttention(ReferenceOps):
+    """The reference ops with attention of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
 
     def verify_attention(
         self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int

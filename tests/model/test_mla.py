@@ -66,7 +66,7 @@ def test_expanded_equals_a_plain_softmax_over_several_key_blocks() -> None:
         return torch.randn(*shape, generator=generator)
 
     attention = LatentAttention(
-        ops=PlainAttention(),  # type: ignore[arg-type]
+        ops=PlainAttention(),
         down=torch.empty(0),
         query_norm=None,
         query_up=None,

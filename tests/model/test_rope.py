@@ -8,8 +8,9 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
+from kdray.kernels.reference_fused import rotate
 from kdray.model.config import Yarn
-from kdray.model.rope import Rope, cos_sin_scale, rope_frequencies, rotate
+from kdray.model.rope import Rope, cos_sin_scale, rope_frequencies
 
 KIMI_YARN = Yarn(
     factor=64.0,

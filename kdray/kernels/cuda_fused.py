@@ -1,0 +1,223 @@
+"""The small ops of a layer as kernels: rms_norm.cu, rope_cache.cu, swiglu.cu, route_experts.cu.
+
+What a kernel does not take (float16, widths of no whole vectors, rows that are not aligned) runs by
+reference_fused.py on the same device. Nothing waits for the device; all may be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdray.kernels import reference_fused as reference
+from kdray.kernels.loader import KernelLoader
+from kdray.kernels.ops import Norm, PlacedRows, RoutingRule
+
+DTYPES = (torch.bfloat16, torch.float32)
+WARP = 32
+VECTOR_BYTES = 16
+
+# As in the .cu files.
+MAX_ITEMS = 8  # vectors a thread of rms_norm holds
+MAX_LATENT, MAX_ROPE = 1024, 128
+MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 1024, 32, 32
+
+MOST_NORM_THREADS = 512
+MOST_ROPE_WARPS = 8
+MOST_SWIGLU_THREADS = 256
+
+
+class CudaFused:
+    """The fused ops of kernels.ops.Ops on one device. Holds no workspace."""
+
+    def __init__(self, loader: KernelLoader) -> None:
+        self._loader = loader
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if not takes_norm(x, norm):
+            return reference.rms_norm(x, norm)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._norm(out, None, x, None, norm)
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if not takes_norm(x, norm) or not _is_packed(delta, x):
+            return reference.add_rms_norm(x, delta, norm)
+        out, total = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device).unbind()
+        self._norm(out, total, x, delta, norm)
+        return total, out
+
+    def rope_cache(
+        self, query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm
+    ) -> Tensor:
+        """As in Ops, but that a slot outside the cache stands for a row of padding."""
+        if not takes_rope(query, kv, cache, rows, norm):
+            return reference.rope_cache(query, kv, cache, rows, norm)
+        (num_rows, heads, _), latent_dim = query.shape, norm.weight.shape[0]
+        key_dim = kv.shape[1] - latent_dim
+        absorbed = query.new_empty(num_rows, heads, latent_dim + key_dim)
+        rotated, turning = absorbed[..., latent_dim:], query[..., -key_dim:]
+        if num_rows:
+            vector = _vector(kv.dtype)
+            warps = 1 + -(-heads * key_dim // (vector * WARP))
+            deep = min(warps, MOST_ROPE_WARPS)
+            steps = (kv.stride(0), *turning.stride()[:2], *rotated.stride()[:2])
+            outputs = (cache, rotated)
+            inputs = (kv, turning, rows.turns, rows.slot, norm.weight, norm.eps)
+            sizes = (len(cache), heads, *(step // vector for step in steps))
+            kernel = self._loader.get(
+                "rope_cache", "rope_cache", rope_defines(latent_dim, key_dim, kv.dtype)
+            )
+            grid, block = (num_rows, -(-warps // deep)), (WARP, deep)
+            kernel.launch(grid, block, (*outputs, *inputs, *sizes), overlap=True)
+        return absorbed
+
+    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        """As in Ops: cuBLAS writes rows any distance apart, which saves a copy."""
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        if not takes_swiglu(gate_up):
+            return reference.swiglu(gate_up)
+        inner = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], inner)
+        if out.numel():
+            vectors = inner // _vector(gate_up.dtype)
+            threads = min(_whole_warps(vectors), MOST_SWIGLU_THREADS)
+            grid = (out.numel() // inner, -(-vectors // threads))
+            kernel = self._loader.get("swiglu", "swiglu", swiglu_defines(gate_up.dtype))
+            kernel.launch(grid, threads, (out, gate_up, vectors), overlap=True)
+        return out
+
+    def route_experts(
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        if not takes_routing(logits, bias, rule):
+            return reference.route_experts(logits, bias, rule)
+        rows, experts = logits.shape
+        expert = torch.empty((rows, rule.top_k), dtype=torch.int64, device=logits.device)
+        weight = torch.empty((rows, rule.top_k), dtype=torch.float32, device=logits.device)
+        if rows:
+            facts = (int(rule.normalize), np.float32(rule.scale))
+            kernel = self._loader.get(
+                "route_experts", "route_experts", routing_defines(experts, rule)
+            )
+            kernel.launch(rows, WARP, (expert, weight, logits, bias, *facts), overlap=True)
+        return expert, weight
+
+    def _norm(
+        self, out: Tensor, total: Tensor | None, x: Tensor, delta: Tensor | None, norm: Norm
+    ) -> None:
+        rows = x.reshape(-1, x.shape[-1])  # a view: its rows are one step apart
+        if not len(rows):
+            return
+        defines = norm_defines(x.shape[-1], x.dtype)
+        kernel = self._loader.get("rms_norm", "rms_norm", defines)
+        arrays = (out, total, rows, delta, norm.weight, norm.eps)
+        step = rows.stride(0) // _vector(x.dtype)
+        kernel.launch(len(rows), int(defines["THREADS"]), (*arrays, step), overlap=True)
+
+
+@cache
+def norm_defines(width: int, dtype: torch.dtype) -> dict[str, str | int]:
+    """What rms_norm.cu is compiled with: few vectors a thread, shared evenly."""
+    vectors = width // _vector(dtype)
+    items = -(-vectors // MOST_NORM_THREADS)
+    threads = _whole_warps(-(-vectors // items))
+    return {"WIDTH": width, "INPUT_BF16": _is_bf16(dtype), "THREADS": threads}
+
+
+@cache
+def rope_defines(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> dict[str, str | int]:
+    return {"LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim, "INPUT_BF16": _is_bf16(dtype)}
+
+
+@cache
+def swiglu_defines(dtype: torch.dtype) -> dict[str, str | int]:
+    return {"INPUT_BF16": _is_bf16(dtype)}
+
+
+@cache
+def routing_defines(num_experts: int, rule: RoutingRule) -> dict[str, str | int]:
+    return {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": rule.top_k,
+        "NUM_GROUPS": rule.num_groups,
+        "TOP_GROUPS": rule.top_groups,
+    }
+
+
+def takes_norm(x: Tensor, norm: Norm) -> bool:
+    """Whether rms_norm.cu takes rows x [.., E]: contiguous, or [T, E] at any aligned step."""
+    width = x.shape[-1]
+    if x.dtype not in DTYPES or norm.weight.shape != (width,) or norm.weight.dtype != x.dtype:
+        return False
+    vectors = width // _vector(x.dtype)
+    fits = 0 < vectors <= MAX_ITEMS * MOST_NORM_THREADS
+    return fits and _in_vectors(x) and _in_vectors(norm.weight) and _is_even(x)
+
+
+def takes_rope(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm) -> bool:
+    """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype, one after another."""
+    latent_dim = norm.weight.shape[0]
+    key_dim = kv.shape[1] - latent_dim
+    if kv.dtype not in DTYPES or not 0 < latent_dim <= MAX_LATENT or not 0 < key_dim <= MAX_ROPE:
+        return False
+    same = all(t.dtype == kv.dtype for t in (query, cache, norm.weight))
+    whole = all(_in_vectors(t) for t in (query[..., -key_dim:], kv, cache, norm.weight))
+    halves = latent_dim % _vector(kv.dtype) == 0 and key_dim % _vector(kv.dtype) == 0
+    placed = rows.turns.is_contiguous() and rows.slot.is_contiguous()
+    return same and whole and halves and placed and cache.is_contiguous() and len(cache) < 2**31
+
+
+def takes_swiglu(gate_up: Tensor) -> bool:
+    if gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
+        return False
+    inner = gate_up.shape[-1] // 2
+    return inner > 0 and inner % _vector(gate_up.dtype) == 0 and _in_vectors(gate_up)
+
+
+def takes_routing(logits: Tensor, bias: Tensor, rule: RoutingRule) -> bool:
+    experts = logits.shape[1]
+    fp32 = logits.dtype == bias.dtype == torch.float32
+    fits = experts <= MAX_EXPERTS and rule.num_groups <= MAX_GROUPS and rule.top_k <= MAX_TOP_K
+    return fp32 and fits and logits.is_contiguous() and bias.is_contiguous()
+
+
+def _is_bf16(dtype: torch.dtype) -> int:
+    return int(dtype == torch.bfloat16)
+
+
+def _vector(dtype: torch.dtype) -> int:
+    """Numbers in a vector of 16 bytes."""
+    return VECTOR_BYTES // dtype.itemsize
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // WARP) * WARP
+
+
+def _in_vectors(x: Tensor) -> bool:
+    """Whether the last dimension is whole vectors, neighbours in memory, wherever a row starts."""
+    vector = _vector(x.dtype)
+    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return (
+        x.stride(-1) == 1
+        and x.shape[-1] % vector == 0
+        and x.data_ptr() % VECTOR_BYTES == 0
+        and all(step % vector == 0 for step in steps)
+    )
+
+
+def _is_even(x: Tensor) -> bool:
+    """Whether all rows lie the same step apart."""
+    return x.dim() <= 2 or x.is_contiguous()
+
+
+def _is_packed(delta: Tensor, x: Tensor) -> bool:
+    """Whether delta fits x and lies without gaps."""
+    same = delta.shape == x.shape and delta.dtype == x.dtype
+    return same and delta.is_contiguous() and _in_vectors(delta)
