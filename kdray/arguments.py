@@ -28,6 +28,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="tokens in a KV page")
     add("--num-pages", type=int, default=None, help="KV pages a rank")
     add("--threads", type=int, default=None, help="torch threads a rank on a CPU")
+    add("--no-graphs", action="store_true", help="no CUDA graphs: every step from the host")
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -47,4 +48,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         page_size=arguments.page_size,
         num_pages=arguments.num_pages,
         threads=arguments.threads,
+        graphs=not arguments.no_graphs,
     )

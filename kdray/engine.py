@@ -5,8 +5,11 @@ Here driver and verifiers meet; neither imports the other.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +22,14 @@ from kdray.core.budget import Speculation
 from kdray.core.pages import PageAllocator
 from kdray.core.plan import VerifierGroup
 from kdray.core.request import Request, SamplingParams
+from kdray.driver.ahead import AheadDecoder, Buckets
+from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
+from kdray.driver.running import RunningState
 from kdray.driver.scheduler import Limits, Scheduler
 from kdray.errors import ConfigError
 from kdray.kernels.ops import Ops, load_ops
+from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.drafter import DFlashDrafter, Drafter
@@ -33,6 +40,10 @@ from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.verifier import Verifier
 
 MakeGroup = Callable[[Verifier], VerifierGroup]
+
+SPARE_PAGES = 1  # behind the requests' own: where the padding rows of device rounds write
+PROGRESS_WIDTH = 30
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +101,12 @@ def build_verifier(
     shard: Shard | None = None,
     collectives: Collectives | None = None,
     taps: tuple[int, ...] = (),
+    round_ops: RoundOps | None = None,
 ) -> Verifier:
-    """This rank's shard of the target with an empty cache."""
+    """This rank's shard of the target with an empty cache.
+
+    round_ops: for device rounds, whose padding writes to a page of its own behind the others.
+    """
     shard = shard or Shard()
     model = TargetModel.load(
         facts.target,
@@ -105,13 +120,13 @@ def build_verifier(
     )
     cache = KVCache(
         num_layers=model.num_layers,
-        num_pages=facts.num_pages,
+        num_pages=facts.num_pages + SPARE_PAGES,
         page_size=config.page_size,
         width=model.kv_width,
         dtype=facts.dtype,
         device=facts.device,
     )
-    return Verifier(model, cache, ops, draws=shard.rank == 0)
+    return Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)
 
 
 def build_engine(
@@ -121,14 +136,26 @@ def build_engine(
     shard: Shard | None = None,
     collectives: Collectives | None = None,
     make_group: MakeGroup = LocalGroup,
+    runs_ahead: bool | None = None,
 ) -> Engine:
-    """Rank 0: the drafter, its own verifier, the group around it, the driver above."""
+    """Rank 0: the drafter, its own verifier, the group around it, the driver above.
+
+    runs_ahead   decode in device rounds, ahead of the host; None: where they can be CUDA graphs.
+                 For one rank alone.
+    """
     ops = load_ops(facts.device)
     shard = shard or Shard()
+    if runs_ahead is None:
+        runs_ahead = config.graphs and facts.device.type == "cuda" and shard.size == 1
     taps = DFlashConfig.from_folder(facts.drafter).target_layer_ids if facts.drafter else ()
-    verifier = build_verifier(config, facts, ops, shard=shard, collectives=collectives, taps=taps)
+    round_ops = load_round_ops(facts.device) if runs_ahead else None
+    verifier = build_verifier(
+        config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
+    )
     drafter = _load_drafter(config, facts, ops, verifier.model if shard.size == 1 else facts.target)
-    return assemble(config, facts, ops, drafter, make_group(verifier))
+    if round_ops is None:
+        return assemble(config, facts, ops, drafter, make_group(verifier))
+    return assemble(config, facts, ops, drafter, LocalGroup(verifier), round_ops)
 
 
 def assemble(
@@ -137,8 +164,12 @@ def assemble(
     ops: Ops,
     drafter: Drafter | None,
     verifiers: VerifierGroup,
+    round_ops: RoundOps | None = None,
 ) -> Engine:
-    """The driver above a group of verifiers and a drafter (None: plain decoding)."""
+    """The driver above a group of verifiers and a drafter (None: plain decoding).
+
+    round_ops   for device rounds; the group is then a local one
+    """
     speculation = Speculation(
         mode=config.mode if drafter else "plain",
         budget=config.budget,
@@ -154,7 +185,20 @@ def assemble(
         ),
         pages=PageAllocator(facts.num_pages, config.page_size),
         speculation=speculation,
+        runs_ahead=round_ops is not None,
     )
+    decoder = None
+    if round_ops is not None:
+        assert isinstance(verifiers, LocalGroup) and isinstance(drafter, DFlashDrafter | None)
+        state = _running_state(config, facts, scheduler)
+        parts = RoundParts(
+            drafter=drafter,
+            verifiers=verifiers,
+            ops=round_ops,
+            state=state,
+            depth=speculation.depth,
+        )
+        decoder = _decoder(config, parts, speculation)
     driver = Driver(
         verifiers=verifiers,
         drafter=drafter,
@@ -162,8 +206,46 @@ def assemble(
         scheduler=scheduler,
         speculation=speculation,
         device=facts.device,
+        decoder=decoder,
     )
     return Engine(facts=facts, driver=driver, speculation=speculation)
+
+
+def _running_state(config: EngineConfig, facts: EngineFacts, scheduler: Scheduler) -> RunningState:
+    return RunningState(
+        slots=config.max_requests,
+        pages=scheduler.pages.pages_for(scheduler.most_places),
+        page_size=config.page_size,
+        spare_page=facts.num_pages,
+        device=facts.device,
+    )
+
+
+def _decoder(config: EngineConfig, parts: RoundParts, speculation: Speculation) -> AheadDecoder:
+    """The device rounds of every size; on a GPU captured as CUDA graphs."""
+    budget = speculation.draft_nodes(1 << 30)
+    decoder = AheadDecoder(
+        parts, Buckets.of(config.max_requests, budget), speculation.candidates_kept
+    )
+    if parts.state.slots.root.device.type == "cuda":
+        start = time.perf_counter()
+        taken = decoder.capture(_show_progress)
+        seconds = time.perf_counter() - start
+        _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / 2**20)
+    return decoder
+
+
+def _show_progress(done: int, total: int) -> None:
+    """A bar on a terminal; elsewhere the log's line at the end is enough."""
+    if sys.stderr.isatty():
+        bar = "#" * (PROGRESS_WIDTH * done // total)
+        end = "\n" if done == total else ""
+        print(
+            f"\rcapturing CUDA graphs [{bar:<{PROGRESS_WIDTH}}] {done}/{total}",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _load_drafter(
@@ -177,7 +259,7 @@ def _load_drafter(
         ops=ops,
         candidates=config.candidates if config.mode == "tree" else 1,
         page_size=config.page_size,
-        num_pages=facts.num_pages,
+        num_pages=facts.num_pages + SPARE_PAGES,
         dtype=facts.dtype,
         device=facts.device,
     )

@@ -68,6 +68,29 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunningRows:
+    """R decoding requests whose state is kept on the device: a step of one root each.
+
+    A row of padding stands at position 0 of a page that no request owns.
+
+    root, root_position         [R] int32: the token without KV and its place
+    page_table                  [R, P] int32; page_size positions a page
+    temperature                 [R] float32, 0: greedy      top_k   [R] int32, 0: all
+    top_p, min_p                [R] float64                 seed    [R] int64
+    """
+
+    root: Array
+    root_position: Array
+    page_table: Array
+    page_size: int
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seed: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidates:
     """The drafter's best tokens per depth, best first; absent ones carry score ABSENT (core.tree).
 
@@ -107,6 +130,20 @@ class Verified:
     """
 
     token: Array
+    features: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceVerified:
+    """What the target says of R requests by N nodes, every row of them run.
+
+    token      [R, N] int32: the target's token after each node; padding nodes' mean nothing
+    dead       [R, N] int32: 1 where no logit of the row was finite
+    features   [R, N, F]: hidden states the drafter reads
+    """
+
+    token: Array
+    dead: Array
     features: Array
 
 
@@ -153,3 +190,18 @@ class VerifierGroup(Protocol):
     def commit(self, paths: AcceptedPaths) -> None: ...
 
     def close(self) -> None: ...
+
+
+class DeviceVerifierGroup(Protocol):
+    """A group that also runs steps without the host: all it reads and writes lies on the device.
+
+    Calls alternate as in VerifierGroup, and may be captured in a CUDA graph.
+    """
+
+    def verify_on_device(
+        self, trees: DraftTrees, position: Array, rows: RunningRows
+    ) -> DeviceVerified:
+        """Run all N nodes of every row; position [R, N] int32 in the text, root included."""
+        ...
+
+    def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None: ...

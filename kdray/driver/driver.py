@@ -21,6 +21,7 @@ from kdray.core.plan import (
     VerifierGroup,
 )
 from kdray.core.request import Request
+from kdray.driver.ahead import AheadDecoder, InFlight
 from kdray.driver.scheduler import RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
 from kdray.kernels.ops import Ops
@@ -41,7 +42,9 @@ class DriverCounters:
 class Driver:
     """Owns the drafter, the tree builder, the acceptance and the schedule; talks to the verifiers.
 
-    Not thread-safe: one thread submits, steps and aborts.
+    With a decoder, requests that decode run ahead of the host in device rounds; only prompts, and
+    draws that need the host, run through round(). Not thread-safe: one thread submits, steps and
+    aborts.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Driver:
         scheduler: Scheduler,
         speculation: Speculation,
         device: torch.device,
+        decoder: AheadDecoder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = StageClock()
@@ -62,6 +66,8 @@ class Driver:
         self._ops = ops
         self._depth = speculation.depth
         self._device = device
+        self._decoder = decoder
+        self._in_flight: InFlight | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest where it can never run."""
@@ -74,6 +80,25 @@ class Driver:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput] | None:
         """One round for every request that can run; None where there is nothing to do."""
+        if self._decoder is None:
+            return self._step_planned()
+        outputs: list[RequestOutput] = []
+        if self._in_flight is not None and self.scheduler.pages_short():
+            outputs += self._collect(self._decoder)
+        with self.clock.stage("schedule"):
+            self.scheduler.reserve_running()
+            ahead = self.scheduler.schedule_ahead()
+        launched = None
+        if ahead is not None:
+            with self.clock.stage("launch"):
+                launched = self._decoder.launch(ahead)
+        planned = self._step_planned()
+        idle = planned is None and launched is None and self._in_flight is None
+        outputs += (planned or []) + self._collect(self._decoder)
+        self._in_flight = launched
+        return None if idle and not outputs else outputs
+
+    def _step_planned(self) -> list[RequestOutput] | None:
         with self.clock.stage("schedule"):
             plan = self.scheduler.schedule()
         if plan is None:
@@ -82,6 +107,20 @@ class Driver:
         with self.clock.stage("schedule"):
             outputs = self.scheduler.update(plan, result)
             self._count(plan, outputs)
+        return outputs
+
+    def _collect(self, decoder: AheadDecoder) -> list[RequestOutput]:
+        """What the step in flight gave, once it is here."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return []
+        with self.clock.stage("wait"):
+            results = decoder.collect(flight)
+        with self.clock.stage("schedule"):
+            outputs = self.scheduler.update_ahead(flight.step, results)
+            self.counters.steps += 1
+            self.counters.verified_rows += sum(1 + result.num_drafted for result in results)
+            self._count_outputs(outputs)
         return outputs
 
     def round(self, plan: StepPlan) -> StepResult:
@@ -127,6 +166,10 @@ class Driver:
                 0, min(request.num_prompt - request.num_cached, len(request.known))
             )
             counters.verified_rows += len(request.known) + request.budget
+        self._count_outputs(outputs)
+
+    def _count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        counters = self.counters
         for output in outputs:
             counters.generated_tokens += len(output.token_ids)
             if output.accept_length is not None:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kdray.core.budget import Speculation
 from kdray.core.pages import PageAllocator
-from kdray.core.plan import PlannedRequest, StepPlan, StepResult
+from kdray.core.plan import PlannedRequest, RequestResult, StepPlan, StepResult
 from kdray.core.request import FinishReason, Request, RequestStatus
+from kdray.core.sampling import adjusts
 from kdray.errors import InvalidRequest
 
 
@@ -45,6 +47,20 @@ class RequestOutput:
     finish_reason: FinishReason | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AheadStep:
+    """A step of decoding requests that the device knows more of than the host.
+
+    budgets   draft nodes wanted, a request each
+    pages     page tables that cover wherever the requests may stand
+    """
+
+    step: int
+    requests: tuple[Request, ...]
+    budgets: tuple[int, ...]
+    pages: tuple[NDArray[np.int32], ...]
+
+
 class Scheduler:
     """Continuous batching: admit, chunk prompts, run, retire, preempt by recompute.
 
@@ -52,14 +68,27 @@ class Scheduler:
     root of its next tree. Pages are reserved for the worst case of a step before it is planned, so
     a step never runs out. When pages run short, the request admitted last gives its pages back and
     starts over from its own tokens; the oldest one always gets on.
+
+    With `runs_ahead`, decoding requests whose draws ask nothing of the host are planned by
+    schedule_ahead instead, with at most one of their steps in flight; reserve_running comes first.
+    Nothing in flight is ever preempted: where pages are short, the step is collected before.
     """
 
-    def __init__(self, *, limits: Limits, pages: PageAllocator, speculation: Speculation) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        pages: PageAllocator,
+        speculation: Speculation,
+        runs_ahead: bool = False,
+    ) -> None:
         self.limits = limits
         self.pages = pages
         self.num_preemptions = 0
         self._speculation = speculation
+        self._runs_ahead = runs_ahead
         self._most_drafts = speculation.draft_nodes(limits.max_model_len)
+        self._most_ahead = speculation.depth + 1 if runs_ahead else 0  # tokens of a step in flight
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission
         self._free_slots = list(range(limits.max_requests))[::-1]
@@ -135,14 +164,78 @@ class Scheduler:
                 outputs.append(self._append(request, gained.tokens, gained.num_drafted))
         return outputs
 
+    @property
+    def most_places(self) -> int:
+        """Token places a request can ever touch: what its page table must have room for."""
+        return self._worst_case(self.limits.max_model_len)
+
+    def pages_short(self) -> bool:
+        """Whether the running requests' next steps need more pages than are free."""
+        held = ((r, len(self.pages.page_table(r.request_id))) for r in self._running)
+        missing = sum(max(0, self.pages.pages_for(self._next_case(r)) - n) for r, n in held)
+        return missing > self.pages.num_free
+
+    def reserve_running(self) -> None:
+        """Pages for everybody's next step, oldest first; younger requests may lose theirs."""
+        for request in list(self._running):
+            if request.status is RequestStatus.RUNNING:
+                self._reserve(request, self._next_case(request))
+
+    def schedule_ahead(self) -> AheadStep | None:
+        """The next step of the requests that run ahead; None where there are none.
+
+        A request that the step in flight is sure to end is left out.
+        """
+        ready = [
+            request
+            for request in self._running
+            if self._is_ahead(request)
+            and len(request.tokens) + request.num_in_flight < request.max_total
+        ]
+        if not ready:
+            return None
+        budgets = tuple(self._budget(request) for request in ready)
+        for request in ready:
+            request.num_in_flight += 1
+        self._step += 1
+        return AheadStep(
+            step=self._step,
+            requests=tuple(ready),
+            budgets=budgets,
+            pages=tuple(self.pages.page_table(request.request_id) for request in ready),
+        )
+
+    def update_ahead(
+        self, step: AheadStep, results: Sequence[RequestResult]
+    ) -> list[RequestOutput]:
+        """As update; requests that ended while the step ran are passed over."""
+        outputs = []
+        for request, gained in zip(step.requests, results, strict=True):
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.RUNNING:
+                request.num_cached += len(gained.tokens)
+                outputs.append(self._append(request, gained.tokens, gained.num_drafted))
+        return outputs
+
+    def _is_ahead(self, request: Request) -> bool:
+        return self._runs_ahead and request.num_uncached == 1 and not adjusts(request.sampling)
+
+    def _next_case(self, request: Request) -> int:
+        """Token places the request's next step can touch."""
+        known = min(request.num_uncached, self.limits.prefill_chunk)
+        return self._worst_case(request.num_cached + known)
+
     def _plan_running(self) -> list[PlannedRequest]:
         chunk_left = self.limits.prefill_chunk
         planned: list[PlannedRequest] = []
         for request in list(self._running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one a moment ago
+            if self._is_ahead(request):
+                continue
             num_known = min(request.num_uncached, chunk_left if request.num_uncached > 1 else 1)
-            if num_known == 0 or not self._reserve(request, num_known):
+            places = self._worst_case(request.num_cached + num_known)
+            if num_known == 0 or not self._reserve(request, places):
                 continue
             chunk_left -= num_known if request.num_uncached > 1 else 0
             planned.append(self._planned(request, num_known))
@@ -169,7 +262,7 @@ class Scheduler:
         tokens = request.tokens
         return PlannedRequest(
             request_id=request.request_id,
-            slot=_held(request.slot),
+            slot=held_slot(request),
             num_cached=request.num_cached,
             known=np.array(tokens[request.num_cached : end], dtype=np.int32),
             budget=self._budget(request) if request.num_uncached == 1 else 0,
@@ -186,18 +279,18 @@ class Scheduler:
 
     def _budget(self, request: Request) -> int:
         """Draft nodes of the next tree; none where the deepest would not fit the model."""
-        if len(request.tokens) + self._speculation.depth > self.limits.max_model_len:
+        in_flight = self._most_ahead * request.num_in_flight
+        if len(request.tokens) + in_flight + self._speculation.depth > self.limits.max_model_len:
             return 0
         return self._speculation.draft_nodes(request.max_total - len(request.tokens))
 
     def _worst_case(self, num_tokens: int) -> int:
-        """Token places a request of num_tokens can touch in one step."""
-        return num_tokens + self._most_drafts
+        """Token places a request of num_tokens can touch in its next step, wherever it stands."""
+        return num_tokens + self._most_ahead + self._most_drafts
 
-    def _reserve(self, request: Request, num_known: int) -> bool:
-        """Pages for the request's next step, taken from younger ones if need be."""
-        wanted = self._worst_case(request.num_cached + num_known)
-        while not self.pages.reserve(request.request_id, wanted):
+    def _reserve(self, request: Request, places: int) -> bool:
+        """Pages for so many token places, taken from younger requests if need be."""
+        while not self.pages.reserve(request.request_id, places):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -233,7 +326,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pages.release(request.request_id)
-        self._free_slots.append(_held(request.slot))
+        self._free_slots.append(held_slot(request))
         request.slot = None
         self._running.remove(request)
 
@@ -261,6 +354,7 @@ def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], Fini
     return list(tokens), None
 
 
-def _held(slot: int | None) -> int:
-    assert slot is not None, "a running request holds a slot"
-    return slot
+def held_slot(request: Request) -> int:
+    """The slot of a running request."""
+    assert request.slot is not None, "a running request holds a slot"
+    return request.slot

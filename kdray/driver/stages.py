@@ -10,10 +10,14 @@ VERBS = ("draft", "build", "verify", "accept", "commit")
 
 
 class StageClock:
-    """Adds up wall-clock seconds a verb; `schedule` is the time outside the five."""
+    """Adds up wall-clock seconds a verb; `schedule` is the time outside the five.
+
+    Of rounds that run ahead on the device the host sees two stages: `launch`, and `wait`, until the
+    tokens of the one before are there.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys((*VERBS, "schedule"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys((*VERBS, "schedule", "launch", "wait"), 0.0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -18,7 +18,14 @@ from kdray.kernels import cuda_accept, cuda_commit, cuda_sampling, cuda_topk, cu
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import AttentionBatch, Norm, PlacedRows, RoutingRule, SamplingRows
+from kdray.kernels.ops import (
+    AttentionBatch,
+    DeviceAttentionBatch,
+    Norm,
+    PlacedRows,
+    RoutingRule,
+    SamplingRows,
+)
 from kdray.kernels.reference import ReferenceOps
 
 
@@ -57,7 +64,12 @@ class CudaOps:
         return cuda_trees.build_trees(self.loader, candidates, roots, wishes, max_budget).trees
 
     def verify_attention(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+        self,
+        query: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch | DeviceAttentionBatch,
+        scale: float,
+        latent_dim: int,
     ) -> Tensor:
         return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
 

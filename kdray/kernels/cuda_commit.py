@@ -15,6 +15,7 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths
 from kdray.kernels.checks import check
 from kdray.kernels.loader import KernelLoader
+from kdray.kernels.round_ops import SlotState
 
 # As in commit_kv.cu.
 LIST_ROWS = 8  # rows a thread of commit_kv holds
@@ -75,21 +76,6 @@ class CacheTable:
 
     def __len__(self) -> int:
         return len(self.entries)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SlotState:
-    """Where every running request stands, kept on the device from step to step; S slots.
-
-    root            [S] int32: the token without KV, root of the next tree
-    root_position   [S] int32: its cache position, which is the number of tokens with KV
-    page_table      [S, P] int32
-    """
-
-    root: Tensor
-    root_position: Tensor
-    page_table: Tensor
-    page_size: int
 
 
 def movable(cache: Tensor) -> bool:

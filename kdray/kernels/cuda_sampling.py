@@ -15,6 +15,7 @@ from kdray.core.sampling import SMALLEST_TEMPERATURE, History, adjusts, drops
 from kdray.errors import KernelError
 from kdray.kernels.loader import Kernel, KernelLoader
 from kdray.kernels.ops import SamplingRows
+from kdray.kernels.round_ops import Drawn, DrawRows
 
 # As in sample_tokens.cu.
 THREADS = 256
@@ -29,24 +30,6 @@ TOKENS_A_BLOCK = 2048  # at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DrawRows:
-    """How M rows are drawn, on the device.
-
-    temperature     [M] float32, 0: greedy    top_k   [M] int32, 0: all
-    top_p, min_p    [M] float64               seed    [M] int64      position   [M] int32
-    drops           False where no row drops any token
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    position: Tensor
-    drops: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adjustments:
     """Changes to single logits, on the device: row, token, kind [n] int32, value [n] float32.
 
@@ -57,15 +40,6 @@ class Adjustments:
     token: Tensor
     kind: Tensor
     value: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
-    """token [M] int32; dead [M] int32: 1 where no logit was finite (its token is 0 and means
-    nothing)."""
-
-    token: Tensor
-    dead: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

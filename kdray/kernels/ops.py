@@ -49,6 +49,25 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceAttentionBatch:
+    """Who may see whom in a round that never asks the host: R requests of one root and N nodes.
+
+    Row r * N + i is node i of request r, its own KV at cache position num_cached[r] + i. A node
+    sees all cached positions, and of the nodes its ancestors and itself. Padding nodes' rows give
+    0.
+
+    num_cached   [R] int32: the root's position       num_nodes    [R] int32, root counted
+    page_table   [R, P] int32                         mask         [R, N, W] int32 ancestor bits
+    """
+
+    num_cached: Tensor
+    num_nodes: Tensor
+    page_table: Tensor
+    page_size: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingRows:
     """How each of M rows of logits is drawn.
 
@@ -128,7 +147,12 @@ class Ops(Protocol):
         ...
 
     def verify_attention(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+        self,
+        query: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch | DeviceAttentionBatch,
+        scale: float,
+        latent_dim: int,
     ) -> Tensor:
         """Absorbed MLA over the paged latent cache with a draft tree behind the prefix.
 

@@ -27,8 +27,14 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels import reference_fused
-from kdray.kernels.ops import AttentionBatch, SamplingRows
-from kdray.kernels.reference_attention import AttentionTile, attend, scatter, tile_batch
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, SamplingRows
+from kdray.kernels.reference_attention import (
+    AttentionTile,
+    attend,
+    attend_on_device,
+    scatter,
+    tile_batch,
+)
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -73,8 +79,15 @@ class ReferenceOps:
         return _pad_trees(trees, 1 + max([0, *budgets]), self.device)
 
     def verify_attention(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, latent_dim: int
+        self,
+        query: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch | DeviceAttentionBatch,
+        scale: float,
+        latent_dim: int,
     ) -> Tensor:
+        if isinstance(batch, DeviceAttentionBatch):
+            return attend_on_device(query, cache, batch, scale, latent_dim)
         tiles = self._tiles.get(batch)
         if tiles is None:
             tiles = self._tiles[batch] = tile_batch(batch)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.core.tree import mask_to_bool
-from kdray.kernels.ops import AttentionBatch
+from kdray.core.tree import WORD_BITS, mask_to_bool
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
 TILE_ROWS = 256  # rows of a long request attended at once
 SHORT_ROWS = 64  # requests of at most this many rows share a tile
@@ -177,3 +177,32 @@ def _slots(spans: Sequence[_Span], batch: AttentionBatch, num_keys: int) -> Tens
     slots = batch.slots[which, :num_keys]
     written = torch.arange(num_keys, device=device) < counts[:, None]
     return torch.where(written, slots, slots[:, :1]).flatten()
+
+
+def attend_on_device(
+    query: Tensor, cache: Tensor, batch: DeviceAttentionBatch, scale: float, latent_dim: int
+) -> Tensor:
+    """query [R * N, H, C + D] -> [R * N, H, C]; reads every position of the page tables."""
+    requests, nodes, _ = batch.mask.shape
+    offset = torch.arange(batch.page_size, device=cache.device)
+    slots = (batch.page_table.long()[:, :, None] * batch.page_size + offset).flatten(1)
+    key = cache[slots].float()
+    q = query.float().view(requests, nodes, *query.shape[1:])
+    scores = torch.einsum("rnhd,rsd->rnhs", q, key) * scale
+    seen = _seen_on_device(batch, slots.shape[1])
+    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+    mixed = torch.einsum("rnhs,rsc->rnhc", scores.softmax(dim=-1), key[..., :latent_dim])
+    real = torch.arange(nodes, device=cache.device) < batch.num_nodes[:, None]
+    mixed = mixed.masked_fill(~real[:, :, None, None], 0.0)
+    return mixed.flatten(0, 1).to(query.dtype)
+
+
+def _seen_on_device(batch: DeviceAttentionBatch, num_keys: int) -> Tensor:
+    """[R, N, S] bool: everything cached, then the nodes that the mask names."""
+    _, nodes, _ = batch.mask.shape
+    bit = torch.arange(nodes, device=batch.mask.device)
+    named = (batch.mask[:, :, bit // WORD_BITS] >> (bit % WORD_BITS)) & 1
+    relative = torch.arange(num_keys, device=batch.mask.device) - batch.num_cached[:, None]
+    place = relative.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
+    is_node = ((relative >= 0) & (relative < nodes))[:, None]
+    return (relative < 0)[:, None] | (is_node & named.bool().gather(2, place))

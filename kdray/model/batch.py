@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdray.kernels.ops import AttentionBatch
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class ForwardBatch:
     token: Tensor
     position: Tensor
     slot: Tensor
-    attention: AttentionBatch
+    attention: AttentionBatch | DeviceAttentionBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

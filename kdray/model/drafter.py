@@ -60,6 +60,18 @@ class Drafter(Protocol):
         ...
 
 
+class DeviceDrafter(Protocol):
+    """The same without the host, for R decoding requests whose state lives on the device."""
+
+    def propose_on_device(
+        self, roots: Tensor, root_position: Tensor, page_table: Tensor
+    ) -> Candidates: ...
+
+    def extend_on_device(
+        self, paths: AcceptedPaths, features: Tensor, root_position: Tensor, page_table: Tensor
+    ) -> None: ...
+
+
 class DFlashDrafter:
     """DFlash over pages: context K/V sits under the same page ids as the target's.
 

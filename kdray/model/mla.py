@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdray.kernels.ops import AttentionBatch, Ops
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops
 from kdray.model.layers import RmsNorm
 
 # Known rows from which expanding the latents pays. FLOPs cross at C (N + V) / (2 C - N - V) rows,
@@ -48,13 +48,17 @@ class AttentionSplit:
     absorbed_rows   [t] int64 their rows in the batch, None where they are all rows
     """
 
-    absorbed: AttentionBatch | None
+    absorbed: AttentionBatch | DeviceAttentionBatch | None
     absorbed_rows: Tensor | None
     expanded: tuple[LongRows, ...]
 
     @classmethod
-    def of(cls, batch: AttentionBatch, expand_from: int = EXPAND_FROM_ROWS) -> AttentionSplit:
+    def of(
+        cls, batch: AttentionBatch | DeviceAttentionBatch, expand_from: int = EXPAND_FROM_ROWS
+    ) -> AttentionSplit:
         """Expand prompt chunks of `expand_from` rows or more; the rest stays absorbed."""
+        if isinstance(batch, DeviceAttentionBatch):
+            return cls(batch, None, ())
         starts = batch.row_start
         num_rows = [end - start for start, end in pairwise(starts)]
         is_long = [
@@ -167,7 +171,11 @@ class LatentAttention:
         return heads
 
     def _absorbed(
-        self, nope: Tensor, query: Tensor, cache: Tensor, batch: AttentionBatch
+        self,
+        nope: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch | DeviceAttentionBatch,
     ) -> Tensor:
         """query [T, H, C + D] brings its rotated part; its latent part is made here."""
         latent_dim = self.key_up.shape[2]

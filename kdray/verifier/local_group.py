@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
+from torch import Tensor
+
+from kdray.core.plan import (
+    AcceptedPaths,
+    DeviceVerified,
+    DraftTrees,
+    RunningRows,
+    StepPlan,
+    Verified,
+)
 from kdray.verifier.verifier import Verifier
 
 
@@ -17,6 +26,14 @@ class LocalGroup:
 
     def commit(self, paths: AcceptedPaths) -> None:
         self._verifier.commit(paths)
+
+    def verify_on_device(
+        self, trees: DraftTrees, position: Tensor, rows: RunningRows
+    ) -> DeviceVerified:
+        return self._verifier.verify_on_device(trees, position, rows)
+
+    def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
+        self._verifier.commit_on_device(paths, rows)
 
     def close(self) -> None:
         return None

@@ -6,8 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
-from kdray.kernels.ops import Ops
+from kdray.core.plan import (
+    AcceptedPaths,
+    DeviceVerified,
+    DraftTrees,
+    RunningRows,
+    StepPlan,
+    Verified,
+)
+from kdray.kernels.ops import DeviceAttentionBatch, Ops
+from kdray.kernels.round_ops import DrawRows, RoundOps
+from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.layout import StepLayout, lay_out, sampling_rows, slots_of
@@ -20,10 +29,20 @@ class Verifier:
     pass for its collectives and their part of the KV.
     """
 
-    def __init__(self, model: TargetModel, cache: KVCache, ops: Ops, *, draws: bool = True) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KVCache,
+        ops: Ops,
+        *,
+        draws: bool = True,
+        round_ops: RoundOps | None = None,
+    ) -> None:
+        """round_ops: for the steps that run without the host; None where there are none."""
         self.model = model
         self.cache = cache
         self._ops = ops
+        self._round_ops = round_ops
         self._draws = draws
         self._device = cache.layers[0].device
         self._layout: StepLayout | None = None
@@ -50,6 +69,62 @@ class Verifier:
         if len(source):
             self._ops.commit_kv(self.cache.layers, source.to(self._device), target.to(self._device))
         self._layout = None
+
+    @torch.inference_mode()
+    def verify_on_device(
+        self, trees: DraftTrees, position: Tensor, rows: RunningRows
+    ) -> DeviceVerified:
+        """verify for decoding requests, all of it on the device (core.plan.DeviceVerifierGroup)."""
+        assert self._round_ops is not None, "made without round_ops"
+        requests, nodes = trees.token.shape
+        batch = rows_on_device(trees, position, rows)
+        output = self.model.forward(batch, self.cache.layers)
+        logits = self.model.logits(output.hidden)
+        drawn = self._round_ops.draw_tokens(logits, draw_rows(position, rows))
+        return DeviceVerified(
+            token=drawn.token.view(requests, nodes),
+            dead=drawn.dead.view(requests, nodes),
+            features=output.features.view(requests, nodes, -1),
+        )
+
+    @torch.inference_mode()
+    def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
+        assert self._round_ops is not None, "made without round_ops"
+        self._round_ops.commit_paths(self.cache.layers, paths, rows)
+
+
+def rows_on_device(trees: DraftTrees, position: Tensor, rows: RunningRows) -> ForwardBatch:
+    """The R * N rows of a device round; node i's scratch place is i behind the root's."""
+    nodes = trees.token.shape[1]
+    node = torch.arange(nodes, device=position.device)
+    place = rows.root_position.long()[:, None] + node
+    page = rows.page_table.long().gather(1, place // rows.page_size)
+    return ForwardBatch(
+        token=trees.token.flatten().long(),
+        position=position.flatten().long(),
+        slot=(page * rows.page_size + place % rows.page_size).flatten(),
+        attention=DeviceAttentionBatch(
+            num_cached=rows.root_position,
+            num_nodes=trees.num_nodes,
+            page_table=rows.page_table,
+            page_size=rows.page_size,
+            mask=trees.mask,
+        ),
+    )
+
+
+def draw_rows(position: Tensor, rows: RunningRows) -> DrawRows:
+    """How the token behind every node is drawn; position [R, N]."""
+    nodes = position.shape[1]
+    return DrawRows(
+        temperature=rows.temperature.repeat_interleave(nodes),
+        top_k=rows.top_k.repeat_interleave(nodes),
+        top_p=rows.top_p.repeat_interleave(nodes),
+        min_p=rows.min_p.repeat_interleave(nodes),
+        seed=rows.seed.repeat_interleave(nodes),
+        position=position.flatten() + 1,
+        drops=True,
+    )
 
 
 def accepted_slots(

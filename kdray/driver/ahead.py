@@ -1,0 +1,176 @@
+"""Steps that run ahead of the host: launched before the last one's tokens are known.
+
+The host hands over which requests take part and how many drafts they want; where they stand is on
+the device. Tokens come back one step late, through pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kdray.core.plan import RequestResult
+from kdray.core.request import Request
+from kdray.driver.device_round import (
+    BONUS,
+    DEAD,
+    FIRST_DRAFT,
+    LENGTH,
+    NUM_NODES,
+    DeviceRound,
+    RoundParts,
+)
+from kdray.driver.running import Placement
+from kdray.driver.scheduler import AheadStep, held_slot
+
+Int32Array = NDArray[np.int32]
+Progress = Callable[[int, int], None]  # rounds captured, of how many
+REPORTS = 3  # host copies: of the step in flight, of the one being read, and one to spare
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """A step on its way: its report on the host, good once `arrived` (None: it is)."""
+
+    step: AheadStep
+    report: Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The sizes rounds are made for, ascending; a step runs in the least that holds it."""
+
+    requests: tuple[int, ...]
+    num_nodes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, max_requests: int, max_budget: int) -> Buckets:
+        """Powers of two up to the most requests; trees of the whole budget, or roots alone."""
+        powers = [1 << k for k in range(max_requests.bit_length()) if 1 << k < max_requests]
+        return cls(requests=(*powers, max_requests), num_nodes=tuple(sorted({1, 1 + max_budget})))
+
+    def choose(self, requests: int, num_nodes: int) -> tuple[int, int]:
+        return (
+            next(size for size in self.requests if size >= requests),
+            next(size for size in self.num_nodes if size >= num_nodes),
+        )
+
+
+class AheadDecoder:
+    """Launches device rounds for the scheduler's steps and reads their reports."""
+
+    def __init__(self, parts: RoundParts, buckets: Buckets, candidates: int) -> None:
+        """candidates: that count at every depth of a tree; 1 makes it a chain."""
+        self._parts = parts
+        self._buckets = buckets
+        self._candidates = candidates
+        self._device = parts.state.slots.root.device
+        self._on_gpu = self._device.type == "cuda"
+        self._rounds = {
+            (requests, nodes): DeviceRound(parts, requests, nodes)
+            for requests in buckets.requests
+            for nodes in buckets.num_nodes
+        }
+        self._last_inputs: dict[tuple[int, int], Int32Array] = {}
+        self._placed: dict[int, tuple[str, int]] = {}  # slot -> request and its preemptions
+        self._num_pages: dict[int, int] = {}  # slot -> pages of its table on the device
+        shape = (buckets.requests[-1], FIRST_DRAFT + parts.depth)
+        self._reports = [
+            torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(REPORTS)
+        ]
+        self._launched = 0
+
+    def capture(self, progress: Progress) -> int:
+        """Record every round as a CUDA graph, largest first; returns the bytes this took."""
+        before = torch.cuda.memory_reserved(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(sorted(self._rounds, reverse=True)):
+            progress(done, len(self._rounds))
+            self._rounds[size].capture(pool)
+        progress(len(self._rounds), len(self._rounds))
+        return torch.cuda.memory_reserved(self._device) - before
+
+    def launch(self, step: AheadStep) -> InFlight:
+        """Enqueue a step behind whatever runs."""
+        self._place(step)
+        size = self._buckets.choose(len(step.requests), 1 + max(step.budgets))
+        chosen = self._rounds[size]
+        self._write_inputs(size, chosen, step)
+        chosen.run()
+        report = self._reports[self._launched % REPORTS][: len(step.requests)]
+        self._launched += 1
+        report.copy_(chosen.report[: len(step.requests)], non_blocking=True)
+        arrived = None
+        if self._on_gpu:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return InFlight(step, report, arrived)
+
+    def collect(self, flight: InFlight) -> list[RequestResult]:
+        """Wait for a step; what every request of it gained.
+
+        Raises ValueError where a request's logits were all broken.
+        """
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        rows = flight.report.tolist()
+        return [_result(*pair) for pair in zip(flight.step.requests, rows, strict=True)]
+
+    def _place(self, step: AheadStep) -> None:
+        joining, slots, tables = [], [], []
+        for request, pages in zip(step.requests, step.pages, strict=True):
+            slot, name = held_slot(request), (request.request_id, request.num_preemptions)
+            if self._placed.get(slot) != name:
+                self._placed[slot] = name
+                self._num_pages.pop(slot, None)
+                joining.append(_placement(request))
+            if self._num_pages.get(slot) != len(pages):
+                self._num_pages[slot] = len(pages)
+                slots.append(slot)
+                tables.append(pages)
+        self._parts.state.place(joining)
+        self._parts.state.place_pages(slots, tables)
+
+    def _write_inputs(self, size: tuple[int, int], chosen: DeviceRound, step: AheadStep) -> None:
+        inputs = np.zeros((3, size[0]), dtype=np.int32)
+        inputs[0] = -1
+        real = slice(len(step.requests))
+        inputs[0, real] = [held_slot(request) for request in step.requests]
+        inputs[1, real] = step.budgets
+        inputs[2, real] = self._candidates
+        last = self._last_inputs.get(size)
+        if last is not None and np.array_equal(last, inputs):
+            return
+        self._last_inputs[size] = inputs
+        host = torch.from_numpy(inputs)
+        chosen.inputs.copy_(host.pin_memory() if self._on_gpu else host, non_blocking=True)
+
+
+def _placement(request: Request) -> Placement:
+    return Placement(
+        slot=held_slot(request),
+        root=request.tokens[-1],
+        root_position=request.num_cached,
+        sampling=request.sampling,
+        seed=request.seed,
+    )
+
+
+def _result(request: Request, row: Sequence[int]) -> RequestResult:
+    if row[DEAD]:
+        raise ValueError(
+            f"request {request.request_id}: no finite logit is left to draw from; "
+            "the model's weights or its input are broken"
+        )
+    drafts = row[FIRST_DRAFT : FIRST_DRAFT + row[LENGTH] - 1]
+    return RequestResult(
+        request_id=request.request_id,
+        tokens=(*drafts, row[BONUS]),
+        num_drafted=row[NUM_NODES] - 1,
+    )

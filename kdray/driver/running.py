@@ -1,0 +1,130 @@
+"""Where every decoding request stands, on the device.
+
+The host places a request once, and afterwards only its page table, as it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kdray.core.plan import RunningRows
+from kdray.core.request import SamplingParams
+from kdray.core.sampling import SMALLEST_TEMPERATURE
+from kdray.kernels.round_ops import SlotState
+
+Int32Array = NDArray[np.int32]
+
+ROOT, ROOT_POSITION, TEMPERATURE, TOP_K = range(4)
+TOP_P, MIN_P, SEED = range(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """A request that joins: its slot, its root with its place, and how it is drawn."""
+
+    slot: int
+    root: int
+    root_position: int
+    sampling: SamplingParams
+    seed: int
+
+
+class RunningState:
+    """S slots, and one more that stands for padding: its pages are all the spare page.
+
+    small   [4, S + 1] int32: root, root position, temperature (float32 bits), top-k
+    wide    [3, S + 1] int64: top-p, min-p (float64 bits), seed
+    pages   [S + 1, P] int32
+    """
+
+    def __init__(
+        self, *, slots: int, pages: int, page_size: int, spare_page: int, device: torch.device
+    ) -> None:
+        self.padding = slots
+        self.page_size = page_size
+        self._small = torch.zeros(4, slots + 1, dtype=torch.int32, device=device)
+        self._wide = torch.zeros(3, slots + 1, dtype=torch.int64, device=device)
+        self._wide[TOP_P] = _bits(1.0)
+        self._pages = torch.full((slots + 1, pages), spare_page, dtype=torch.int32, device=device)
+        self._spare_page = spare_page
+
+    @property
+    def slots(self) -> SlotState:
+        return SlotState(
+            root=self._small[ROOT],
+            root_position=self._small[ROOT_POSITION],
+            page_table=self._pages,
+            page_size=self.page_size,
+        )
+
+    def rows(self, slot: Tensor) -> RunningRows:
+        """The requests at slot [R] int32; below 0: a row of padding."""
+        own = torch.where(slot < 0, self.padding, slot).long()
+        small, wide = self._small.index_select(1, own), self._wide.index_select(1, own)
+        return RunningRows(
+            root=small[ROOT],
+            root_position=small[ROOT_POSITION],
+            page_table=self._pages.index_select(0, own),
+            page_size=self.page_size,
+            temperature=small[TEMPERATURE].view(torch.float32),
+            top_k=small[TOP_K],
+            top_p=wide[TOP_P].view(torch.float64),
+            min_p=wide[MIN_P].view(torch.float64),
+            seed=wide[SEED],
+        )
+
+    def place(self, joining: Sequence[Placement]) -> None:
+        """Write what the host knows of new requests; in stream order, without waiting."""
+        if not joining:
+            return
+        slot = self._upload(np.array([p.slot for p in joining], dtype=np.int64))
+        self._small.index_copy_(1, slot, self._upload(_small(joining)))
+        self._wide.index_copy_(1, slot, self._upload(_wide(joining)))
+
+    def place_pages(self, slots: Sequence[int], tables: Sequence[Int32Array]) -> None:
+        """Page tables of some slots, filled up with the spare page."""
+        if not slots:
+            return
+        rows = np.full((len(slots), self._pages.shape[1]), self._spare_page, dtype=np.int32)
+        for row, table in zip(rows, tables, strict=True):
+            row[: len(table)] = table
+        index = self._upload(np.array(slots, dtype=np.int64))
+        self._pages.index_copy_(0, index, self._upload(rows))
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self._pages.device.type == "cuda":
+            host = host.pin_memory()  # torch keeps the memory until the copy is done
+        return host.to(self._pages.device, non_blocking=True)
+
+
+def _small(joining: Sequence[Placement]) -> Int32Array:
+    # As core.sampling.temper divides: in float32, by no less than the smallest normal number.
+    heat = [
+        max(p.sampling.temperature, SMALLEST_TEMPERATURE) if p.sampling.temperature else 0.0
+        for p in joining
+    ]
+    table = np.empty((4, len(joining)), dtype=np.int32)
+    table[ROOT] = [p.root for p in joining]
+    table[ROOT_POSITION] = [p.root_position for p in joining]
+    table[TEMPERATURE] = np.array(heat, dtype=np.float32).view(np.int32)
+    table[TOP_K] = [p.sampling.top_k for p in joining]
+    return table
+
+
+def _wide(joining: Sequence[Placement]) -> NDArray[np.int64]:
+    table = np.empty((3, len(joining)), dtype=np.int64)
+    table[TOP_P] = [_bits(p.sampling.top_p) for p in joining]
+    table[MIN_P] = [_bits(p.sampling.min_p) for p in joining]
+    table[SEED] = [p.seed for p in joining]
+    return table
+
+
+def _bits(number: float) -> int:
+    return int(np.float64(number).view(np.int64))

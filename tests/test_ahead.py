@@ -1,0 +1,102 @@
+"""Device rounds that run ahead of the host: the same tokens as steps from the host, one by one.
+
+Here they run uncaptured on the CPU, in the order of steps, pages and late results of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import islice
+
+import pytest
+
+from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+from kdray.config import EngineConfig
+from kdray.core.request import SamplingParams
+from kdray.engine import Engine, build_engine, make_request, resolve
+
+LENGTH = 320
+
+
+def engine_of(*, ahead: bool, **wishes: object) -> Engine:
+    wishes = {"max_requests": 5, "max_model_len": LENGTH, **wishes}
+    config = EngineConfig(device="cpu", **wishes)  # type: ignore[arg-type]
+    return build_engine(config, resolve(config), runs_ahead=ahead)
+
+
+@cache
+def visits_of(seed: int, count: int) -> tuple[Visit, ...]:
+    prompts = demo_prompts(resolve(EngineConfig(device="cpu")), each=3)
+    fitting = [prompt for prompt in prompts if len(prompt) < LENGTH - 50]
+    return tuple(islice(draw_visits(fitting, seed=seed, most_tokens=40), count))
+
+
+@cache
+def plainly(seed: int, count: int) -> tuple[Reply, ...]:
+    engine = engine_of(ahead=False, mode="plain")
+    return tuple(run_visits(engine.driver, engine.facts, visits_of(seed, count)))
+
+
+def check_same(
+    replies: list[Reply], expected: tuple[Reply, ...], visits: tuple[Visit, ...]
+) -> None:
+    for reply, other, visit in zip(replies, expected, visits, strict=True):
+        if visit.patience is None:
+            assert reply == other
+        else:  # who leaves has got so far as its steps went
+            shared = min(len(reply.token_ids), len(other.token_ids))
+            assert reply.token_ids[:shared] == other.token_ids[:shared]
+
+
+@pytest.mark.parametrize("wishes", [
+    {"budget": 16}, {"budget": 5, "page_size": 1}, {"mode": "chain", "budget": 7},
+    {"mode": "plain"}, {"budget": 16, "max_requests": 1}, {"budget": 8, "prefill_chunk": 7},
+], ids=str)  # fmt: skip
+def test_rounds_ahead_of_the_host_write_what_plain_decoding_writes(
+    wishes: dict[str, object],
+) -> None:
+    seed, count = 11, 24
+    engine = engine_of(ahead=True, **wishes)
+    replies = run_visits(engine.driver, engine.facts, visits_of(seed, count))
+    check_same(replies, plainly(seed, count), visits_of(seed, count))
+    assert engine.driver.scheduler.pages.num_used == 0
+    assert engine.driver.clock.seconds["launch"] > 0
+
+
+def staying(prompt: Sequence[int], sampling: SamplingParams) -> Visit:
+    return Visit(prompt=tuple(prompt), sampling=sampling, pause=0, patience=None)
+
+
+def test_short_of_pages_the_step_in_flight_is_read_before_anyone_is_preempted() -> None:
+    sampling = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.8, seed=4)
+    visits = [staying(range(100 * n, 100 * n + 20), sampling) for n in range(1, 6)]
+    engine = engine_of(ahead=True, budget=8, page_size=1, num_pages=200)
+    replies = run_visits(engine.driver, engine.facts, visits)
+    assert engine.driver.scheduler.num_preemptions > 0
+    plain = engine_of(ahead=False, mode="plain")
+    assert replies == run_visits(plain.driver, plain.facts, visits)
+
+
+def test_a_text_that_fills_the_model_ends_there() -> None:
+    visit = staying((1920, *range(100, 129)), SamplingParams(max_tokens=34, ignore_eos=True))
+    replies = []
+    for ahead in (False, True):
+        engine = engine_of(ahead=ahead, budget=16, max_model_len=64)
+        replies += run_visits(engine.driver, engine.facts, [visit])
+    assert replies[0] == replies[1]
+    assert len(replies[0].token_ids) == 34 and replies[0].finish_reason == "length"
+
+
+def test_broken_weights_are_said() -> None:
+    engine = engine_of(ahead=True)
+    visit = staying(range(100, 140), SamplingParams(max_tokens=8, ignore_eos=True))
+    run_visits(engine.driver, engine.facts, [visit])
+    driver = engine.driver
+    driver.submit(make_request("late", visit.prompt, visit.sampling, engine.facts))
+    driver.step()  # the prompt, with sound weights
+    model = driver.verifiers._verifier.model  # type: ignore[attr-defined]
+    model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="late: no finite logit"):
+        while driver.step() is not None:
+            pass
