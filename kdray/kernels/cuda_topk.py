@@ -25,7 +25,6 @@ NO_ID = 2**31 - 1
 
 COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
 DTYPES = (torch.bfloat16, torch.float32)
-RESIDENT_BLOCKS = {torch.bfloat16: 4, torch.float32: 2}  # of a multiprocessor, by registers
 BLOCKS_A_PROCESSOR = 3  # blocks that keep every multiprocessor busy when rows are few
 MAX_SHARED_ROWS = 1024  # blocks share rows up to this many; more keep the device busy undivided
 MAX_KEYS = 1 << 18  # of the workspace
@@ -69,9 +68,7 @@ class CudaTopk:
             MAX_SHARED_ROWS * MAX_VOCAB // UNIT, dtype=torch.int64, device=device
         )
 
-    def topk_logprob(
-        self, logits: Tensor, k: int, run: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def topk_logprob(self, logits: Tensor, k: int, run: int | None = None) -> tuple[Tensor, Tensor]:
         """As kernels.ops.Ops.topk_logprob; logits [.., V] bfloat16 or float32, k <= 64.
 
         run   segments of SEGMENT logits a block; None: by the number of rows. It never changes the
@@ -167,12 +164,9 @@ def deal_segments(
 
 def defines(k: int, dtype: torch.dtype) -> dict[str, str | int]:
     """What topk_logprob.cu is compiled with."""
-    is_bf16 = dtype == torch.bfloat16
-    return {
-        "K": _compiled_k(k),
-        "INPUT_BF16": int(is_bf16),
-        "BLOCKS_PER_SM": RESIDENT_BLOCKS[dtype],
-    }
+    keys, is_bf16 = _compiled_k(k), dtype == torch.bfloat16
+    resident = 3 if keys > 32 else 5 if is_bf16 else 4  # what fits without a spill
+    return {"K": keys, "INPUT_BF16": int(is_bf16), "BLOCKS_PER_SM": resident}
 
 
 def _compiled_k(k: int) -> int:

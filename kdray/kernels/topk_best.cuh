@@ -23,9 +23,9 @@ __device__ __forceinline__ u64 first_bound(Shared& s, float most) {
 #pragma unroll
     for (int step = 1; step < GROUP; step *= 2)
         rank += __shfl_xor_sync(ALL_LANES, rank, step);
-    if (part == 0 && rank == K - 1) s.bound = most;
+    if (part == 0 && rank == K - 1) s.first_bound = most;
     __syncthreads();
-    const float bound = s.bound;
+    const float bound = s.first_bound;
     return bound == -infinity() ? NO_KEY : (u64)ordered(bound + 0.0f) << 32;
 }
 
@@ -52,8 +52,9 @@ __device__ __forceinline__ void rank_keys(Shared& s, const u64* keys, int size) 
 }
 
 // Ranks all that the warps have listed together with the best so far, and empties the lists.
-// All threads of the block; returns the new bound.
-__device__ __forceinline__ u64 rank_lists(Shared& s, u64 bound) {
+// All threads of the block. The K-th best is the new bound of all warps: the keys that vouch for
+// their own bounds are among those ranked.
+__device__ __forceinline__ u64 rank_lists(Shared& s) {
     __syncthreads();
     const int warp = warp_id(), num_best = s.num_best;
     int offset = num_best, size = num_best;
@@ -69,7 +70,7 @@ __device__ __forceinline__ u64 rank_lists(Shared& s, u64 bound) {
     __syncthreads();
     if (lane_id() == 0) s.count[warp] = 0;
     rank_keys(s, s.staged, size);
-    return larger(bound, s.best[K - 1]);
+    return s.best[K - 1];
 }
 
 struct Workspace {

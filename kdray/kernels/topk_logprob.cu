@@ -8,11 +8,11 @@
 // order           value descending, then id ascending; NaN and -inf are absent and come last with
 //                 their lowest ids, +inf is the largest float32; beyond V: id 0 (partial: NO_ID)
 //
-// Grid: blocks of 256 threads. A segment is 8 units, one a warp; a unit is 1024 neighbouring logits,
-// 32 a lane, in registers. The segments of all rows are numbered in one list, `pitch` to a row; block
-// b takes `run` of them from b * run on, whatever rows they lie in. Its part of a row is a piece; the
-// last block of a row to finish merges the pieces (by a ticket in the workspace, which resets
-// itself). pitch: the segments of a row, or more, so that every row starts with a block.
+// Grid: blocks of 256 threads. A segment is 8 units, one a warp; a unit is 1024 neighbouring
+// logits, 32 a lane, in registers. The segments of all rows are numbered in one list, `pitch` to a
+// row; block b takes `run` of them from b * run on, whatever rows they lie in. Its part of a row is
+// a piece; the last block of a row to finish merges the pieces (by a ticket in the workspace, which
+// resets itself). pitch: the segments of a row, or more, so that every row starts with a block.
 //
 // Selection. A bound, always a key that K others are known to reach, filters the stream. The first
 // comes from the K-th largest of 2K or more disjoint maxima of the first segment. Survivors go to a
@@ -38,10 +38,13 @@
 #define INPUT_BF16 1
 #endif
 #ifndef BLOCKS_PER_SM  // resident blocks to fit the registers to
-#define BLOCKS_PER_SM (INPUT_BF16 ? 4 : 2)
+#define BLOCKS_PER_SM (K > 32 ? 3 : INPUT_BF16 ? 5 : 4)
 #endif
 #ifndef PREFETCH  // 1: load a warp's next unit before it works on the present one
 #define PREFETCH 0
+#endif
+#ifndef AHEAD  // how many segments before its turn a unit is asked for from L2; 0: not
+#define AHEAD 0
 #endif
 #ifndef FIRST_RANKING  // segments of a piece before survivors are ranked: ever fewer pass after it
 #define FIRST_RANKING 2
@@ -77,7 +80,8 @@ struct Batch {
     int pitch, run;  // segments: from row to row in the list of all, and of a block
 
     __device__ __forceinline__ Row row(int number) const {
-        const unsigned char* data = (const unsigned char*)logits + number * stride * (16 / VECTOR);
+        const unsigned char* const data =
+            kept((const unsigned char*)logits + number * stride * (16 / VECTOR));
         return {data, size, (u64)data % 16 == 0 ? size : 0};
     }
     __device__ __forceinline__ int units() const { return (size + UNIT - 1) / UNIT; }
@@ -91,7 +95,6 @@ struct Batch {
 // The K best of a row's segments [begin, end) in s.best, their units' sums in `units`.
 __device__ __forceinline__ void stream(Shared& s, const Row& row, UnitSum* units, int begin,
                                        int end) {
-    u64 bound = NO_KEY;
     float above = -infinity();  // what a logit must exceed
     int first = begin * SEGMENT + warp_id() * UNIT;
     Slice slice, next;
@@ -100,6 +103,7 @@ __device__ __forceinline__ void stream(Shared& s, const Row& row, UnitSum* units
     for (int segment = begin; segment < end; ++segment, first += SEGMENT) {
         slice = PREFETCH ? next : row.load(first);
         if (PREFETCH && segment + 1 < end) next = row.load(first + SEGMENT);
+        if (AHEAD && segment + AHEAD < end) row.expect(first + AHEAD * SEGMENT);
         float mine = slice.most();
         u32 largest = warp_max_or_nan(mine);
         if (largest >= ordered(infinity())) {
@@ -108,20 +112,12 @@ __device__ __forceinline__ void stream(Shared& s, const Row& row, UnitSum* units
             largest = warp_max_or_nan(mine);
         }
         const float most = from_ordered(largest);
-        if (segment == begin) {
-            bound = first_bound(s, mine);
-            above = threshold(bound, first);
-        }
-        if (most > above) {
-            bound = keep_survivors(s, slice, row, most, first, bound);
-            above = threshold(bound, first + SEGMENT);
-        }
+        if (segment == begin) above = raise_bound(s, first_bound(s, mine), first);
+        if (most > above) above = keep_survivors(s, slice, row, most, first, above);
         sum_unit(slice, most, units, first, row.size);
         const int done = segment + 1 - begin;
-        if (segment + 1 == end || done == FIRST_RANKING || done == SECOND_RANKING) {
-            bound = rank_lists(s, bound);
-            above = threshold(bound, first + SEGMENT);
-        }
+        if (segment + 1 == end || done == FIRST_RANKING || done == SECOND_RANKING)
+            above = raise_bound(s, rank_lists(s), first + SEGMENT);
     }
 }
 
@@ -135,8 +131,9 @@ __device__ __forceinline__ bool select(Shared& s, const Batch& batch, const Work
     __syncthreads();  // behind the warps that still read of the block's last row
     if (threadIdx.x < WARPS) s.count[threadIdx.x] = 0;
     if (threadIdx.x == 0) s.num_best = 0;
-    stream(s, row, whole ? s.units : work.units + (i64)number * num_units, begin, end);
-    if (!whole) {
+    UnitSum* const units = kept(whole ? s.units : work.units + (i64)number * num_units);
+    stream(s, row, units, begin, end);
+    if (units != s.units) {
         const Sharers sharers = batch.sharers(number);
         if (!publish(s, work, number, sharers.count)) return false;
         merge_pieces(s, work, number, sharers, num_units);
@@ -151,13 +148,12 @@ __device__ __forceinline__ void serve(Shared& s, const Batch& batch, const Works
                                       const Write& write) {
     const int begin = blockIdx.x * batch.run;
     const int end = min(begin + batch.run, batch.rows * batch.pitch);
-    int next;
 #pragma unroll 1
-    for (int at = begin; at < end; at = next) {
-        const int number = at / batch.pitch, start = number * batch.pitch;
-        const int last = min(end - start, batch.segments());
-        if (select(s, batch, work, number, at - start, last)) write(number);
-        next = start + batch.pitch;
+    for (int number = kept(begin / batch.pitch); number * batch.pitch < end;
+         number = kept(number + 1)) {
+        const int start = number * batch.pitch;
+        const int first = max(begin - start, 0), last = min(end - start, batch.segments());
+        if (select(s, batch, work, number, first, last)) write(number);
     }
 }
 

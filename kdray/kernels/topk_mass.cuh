@@ -64,7 +64,8 @@ __device__ __forceinline__ Mass sum_units(const UnitSum* units, int num_units) {
         const UnitSum unit = units[i];
         const u32 bits = bits_of(unit.sum);
         if (bits == 0) continue;
-        const int exponent = round_to_int(unit.reference) + (int)(bits >> 23) - 150;  // of the lowest bit
+        // Of the lowest bit.
+        const int exponent = round_to_int(unit.reference) + (int)(bits >> 23) - 150;
         const u64 mantissa = (bits & 0x7fffffu) | 0x800000u;
         add(mine, exponent >> 5, mantissa << (exponent & 31));
     }

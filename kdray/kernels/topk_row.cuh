@@ -12,17 +12,40 @@ constexpr int LANE_SIZE = UNIT / WARP;
 constexpr int SEGMENT = UNIT * WARPS;
 constexpr int MAX_UNITS = 256;
 constexpr int VECTOR = INPUT_BF16 ? 8 : 4;  // logits in 16 bytes
+#if INPUT_BF16
+typedef u16 Logit;  // its bits
+#else
+typedef u32 Logit;
+#endif
 constexpr int VECTORS = LANE_SIZE / VECTOR;
 constexpr int WORDS = VECTORS * 4;
 
-// 0xffff or 0 for each half of a that exceeds that of b.
 #ifdef __CUDACC__
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+// Keeps the compiler from working a value out anew, or in parts, wherever it is used.
+template <class T>
+__device__ __forceinline__ T* kept(T* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+__device__ __forceinline__ int kept(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+// 0xffff or 0 for each half of a that exceeds that of b.
 __device__ __forceinline__ u32 bf16_pair_mask_above(u32 a, u32 b) {
     u32 c;
     asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
 #else
+inline void prefetch_to_l2(const void*) {}
+template <class T>
+inline T kept(T value) {
+    return value;
+}
 inline u32 bf16_pair_mask_above(u32 a, u32 b) {
     const bool low = float_of(a << 16) > float_of(b << 16);
     const bool high = float_of(a & 0xffff0000u) > float_of(b & 0xffff0000u);
@@ -137,46 +160,46 @@ struct Row {
     int size;
     int whole;  // logits to be read by vectors: all, or none where the row is not aligned
 
-    __device__ __forceinline__ u32 bits(int i) const {
-#if INPUT_BF16
-        return __ldg((const u16*)data + i);
-#else
-        return __ldg((const u32*)data + i);
-#endif
-    }
     __device__ __forceinline__ float raw(int i) const {
-#if INPUT_BF16
-        return bf16_low(bits(i));
-#else
-        return float_of(bits(i));
-#endif
+        const u32 bits = __ldg((const Logit*)data + i);
+        return INPUT_BF16 ? bf16_low(bits) : float_of(bits);
     }
     // As a cleaned slice has it; beyond the row -inf.
     __device__ __forceinline__ float value(int i) const {
         return i < size ? cleaned(raw(i)) : -infinity();
     }
+    // Asks for the unit that starts at `first`, a sector a lane at a time; save a short one.
+    __device__ __forceinline__ void expect(int first) const {
+        constexpr int SECTOR = 32 / sizeof(Logit);
+        if (first + UNIT > size) return;
+        const Logit* const from = (const Logit*)data + first + lane_id() * SECTOR;
+#pragma unroll
+        for (int i = 0; i < UNIT; i += SECTOR * WARP) prefetch_to_l2(from + i);
+    }
     // The unit that starts at `first`; what lies beyond the row is -inf.
     __device__ __forceinline__ Slice load(int first) const {
+        const int mine = first + lane_id() * VECTOR;
+        const Logit* const from = (const Logit*)data + mine;
         Slice slice;
         if (first + UNIT <= whole) {
-            const uint4* const from = (const uint4*)data + ((u32)first / VECTOR + lane_id());
 #pragma unroll
             for (int j = 0; j < VECTORS; ++j) {
-                const uint4 v = __ldg(from + j * WARP);
+                const uint4 v = __ldg((const uint4*)from + j * WARP);
                 slice.word[4 * j] = v.x, slice.word[4 * j + 1] = v.y;
                 slice.word[4 * j + 2] = v.z, slice.word[4 * j + 3] = v.w;
             }
             return slice;
         }
+        const int left = size - mine;
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
 #if INPUT_BF16
-            const int low = first + place(2 * w);
-            slice.word[w] = (low < size ? bits(low) : 0xff80u) |
-                            (low + 1 < size ? bits(low + 1) : 0xff80u) << 16;
+            const int low = w / 4 * WARP * VECTOR + w % 4 * 2;
+            slice.word[w] = (low < left ? __ldg(from + low) : 0xff80u) |
+                            (low + 1 < left ? __ldg(from + low + 1) : 0xff80u) << 16;
 #else
-            const int i = first + place(w);
-            slice.word[w] = i < size ? bits(i) : 0xff800000u;
+            const int i = w / 4 * WARP * VECTOR + w % 4;
+            slice.word[w] = i < left ? __ldg(from + i) : 0xff800000u;
 #endif
         }
         return slice;

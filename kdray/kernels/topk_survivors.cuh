@@ -20,7 +20,8 @@ struct Shared {
     u64 staged[STAGED];
     UnitSum units[MAX_UNITS];   // of the whole row, in the block that finishes it
     float group_max[GROUPS];
-    float bound;
+    float first_bound;
+    u64 bound[WARPS];           // a key that K others are known to reach, or NO_KEY
     int count[WARPS];
     int num_best;
     int is_last;
@@ -176,29 +177,38 @@ __device__ __forceinline__ u64 shorten_list(Shared& s, int size) {
     return list[K - 1];
 }
 
-// Lists the survivors of a warp's unit, whose largest logit exceeds the threshold; returns the
-// bound, raised where they are many.
-__device__ __forceinline__ u64 keep_survivors(Shared& s, const Slice& slice, const Row& row,
-                                              float most, int first, u64 bound) {
-    float above = threshold(bound, first);
+// By one warp, for itself; returns the threshold of the unit at `first`.
+__device__ __forceinline__ float raise_bound(Shared& s, u64 bound, int first) {
+    if (lane_id() == 0) s.bound[warp_id()] = bound;
+    __syncwarp();
+    return threshold(bound, first);
+}
+
+// Lists the survivors of a warp's unit: `most`, its largest logit, exceeds `above`, its threshold.
+// Returns the next unit's threshold, raised where survivors are many.
+__device__ __forceinline__ float keep_survivors(Shared& s, const Slice& slice, const Row& row,
+                                                float most, int first, float above) {
+    u64 bound = s.bound[warp_id()];
     int size = s.count[warp_id()];
     __syncwarp();
-    if (put_above(s, slice, row, first, size, above)) return bound;
+    if (put_above(s, slice, row, first, size, above)) return above;
     // Too many. Make room for K, then choose among the unit's own.
     size = purge_list(s, size, bound);
     if (size > CAPACITY - K) {
         bound = larger(bound, shorten_list(s, size));
         size = K;
         above = threshold(bound, first);
-        if (!(most > above)) return bound;
+        if (!(most > above)) return raise_bound(s, bound, first + SEGMENT);
     }
     const Cut cut = find_cut(slice, most, above, CAPACITY - size);
     if (cut.ties == 0) {
         put_above(s, slice, row, first, size, cut.above);
         // At least K exceed the cut, so what equals it is out, whatever its id.
-        return larger(bound, (u64)ordered(cut.above) << 32 | 0xffffffffu);
+        bound = larger(bound, (u64)ordered(cut.above) << 32 | 0xffffffffu);
+    } else {
+        const int last = put_ties(s, row, first, size, cut);
+        // Short of K only where fewer than K exceeded `above`; then the last tie says nothing.
+        if (s.count[warp_id()] - size >= K) bound = larger(bound, make_key(cut.tie, last));
     }
-    const int last = put_ties(s, row, first, size, cut);
-    // Short of K only where fewer than K exceeded `above`; then the last tie says nothing.
-    return s.count[warp_id()] - size < K ? bound : larger(bound, make_key(cut.tie, last));
+    return raise_bound(s, bound, first + SEGMENT);
 }
