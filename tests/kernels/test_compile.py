@@ -14,8 +14,8 @@ from kdray.kernels.nvrtc import FOLDER, Defines
 ARCHS = ("sm_90", "sm_120")
 REGISTERS = 64  # a thread: 1024 threads of a multiprocessor
 MORE_REGISTERS = {  # (entry point, a define or "")
-    ("topk_logprob", "INPUT_BF16=0"): 128,  # 2 blocks of 256; a unit and the next one are 64
-    ("topk_partial", "INPUT_BF16=0"): 128,
+    ("topk_logprob", "K=64"): 80,  # 3 blocks of 256
+    ("topk_partial", "K=64"): 80,
     ("commit_kv", ""): 96,  # 8 independent moves in flight
     ("commit_paths", ""): 96,
     ("build_tree_pop_32", ""): 96,  # one small block a request, its frontier in registers
