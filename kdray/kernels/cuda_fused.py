@@ -35,6 +35,7 @@ class CudaFused:
 
     def __init__(self, loader: KernelLoader) -> None:
         self._loader = loader
+        self.device = loader.device
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         if not takes_norm(x, norm):

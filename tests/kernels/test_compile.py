@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
-from kdray.kernels import cuda_sampling, cuda_topk, cuda_trees
+from kdray.kernels import cuda_fused, cuda_sampling, cuda_topk, cuda_trees
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
+from tests.kernels.fused_cases import RULES
 
 ARCHS = ("sm_90", "sm_120")
 REGISTERS = 64  # a thread: 1024 threads of a multiprocessor
@@ -21,6 +22,9 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("build_tree_pop_32", ""): 96,  # one small block a request, its frontier in registers
     ("build_tree_pop_64", ""): 96,
     ("build_tree_pop_128", ""): 96,
+    ("rms_norm", "WIDTH=16384"): 128,  # the widest that are taken, all in registers
+    ("rope_cache", "LATENT_DIM=1024"): 96,
+    ("route_experts", "NUM_EXPERTS=1024"): 128,
 }
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
@@ -31,6 +35,18 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
         dict(defines) for defines in sorted({design.defines for design in cuda_trees.DESIGNS})
     ],
     "sample_tokens": [cuda_sampling.defines(dtype) for dtype in cuda_topk.DTYPES],
+    "rms_norm": [
+        cuda_fused.norm_defines(width, dtype)
+        for width in (128, 512, 1536, 2048, 7168, 16384)
+        for dtype in cuda_fused.DTYPES
+    ],
+    "rope_cache": [
+        cuda_fused.rope_defines(latent, rope, dtype)
+        for latent, rope in ((512, 64), (64, 16), (1024, 128))
+        for dtype in cuda_fused.DTYPES
+    ],
+    "swiglu": [cuda_fused.swiglu_defines(dtype) for dtype in cuda_fused.DTYPES],
+    "route_experts": [cuda_fused.routing_defines(*router) for router in RULES.values()],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
