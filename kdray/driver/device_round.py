@@ -8,6 +8,7 @@ and by how many of the candidates count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,17 @@ FIRST_DRAFT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundParts:
-    """Who does what in a round; drafter None: plain decoding."""
+    """Who does what in a round; drafter None: plain decoding.
+
+    stage   around each verb, by its name: for who measures
+    """
 
     drafter: DeviceDrafter | None
     verifiers: DeviceVerifierGroup
     ops: RoundOps
     state: RunningState
     depth: int
+    stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
 
 class DeviceRound:
@@ -84,16 +89,21 @@ class DeviceRound:
         """Draft, build, verify, accept, commit."""
         parts, (slot, budgets, width) = self._parts, self.inputs
         rows = parts.state.rows(slot)
-        candidates = self._propose(rows, width)
-        placed = parts.ops.build_trees(
-            candidates, rows.root, budgets, rows.root_position, self.num_nodes
-        )
-        verified = parts.verifiers.verify_on_device(placed.trees, placed.position, rows)
-        paths = parts.ops.accept_paths(placed.trees, verified.token, parts.depth)
-        parts.verifiers.commit_on_device(paths, rows)
-        self._extend(rows, paths, verified)
-        parts.ops.advance_requests(parts.state.slots, paths, slot)
-        self._write_report(placed, verified, paths)
+        with parts.stage("draft"):
+            candidates = self._propose(rows, width)
+        with parts.stage("build"):
+            placed = parts.ops.build_trees(
+                candidates, rows.root, budgets, rows.root_position, self.num_nodes
+            )
+        with parts.stage("verify"):
+            verified = parts.verifiers.verify_on_device(placed.trees, placed.position, rows)
+        with parts.stage("accept"):
+            paths = parts.ops.accept_paths(placed.trees, verified.token, parts.depth)
+        with parts.stage("commit"):
+            parts.verifiers.commit_on_device(paths, rows)
+            self._extend(rows, paths, verified)
+            parts.ops.advance_requests(parts.state.slots, paths, slot)
+            self._write_report(placed, verified, paths)
 
     def _propose(self, rows: RunningRows, width: Tensor) -> Candidates:
         drafter = self._parts.drafter

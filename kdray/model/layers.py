@@ -37,6 +37,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """linear with its sums kept in fp32: rounding logits to bf16 would make ties of near-ties."""
+    if x.dtype == torch.float32:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """[.., 2 I], gate then up -> silu(gate) * up [.., I]."""
     return reference_fused.swiglu(gate_up)

@@ -15,7 +15,7 @@ from kdray.kernels.ops import Ops
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
-from kdray.model.layers import RmsNorm, linear
+from kdray.model.layers import RmsNorm, linear_fp32
 from kdray.model.manifest import check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE
@@ -87,18 +87,32 @@ class TargetModel:
             device=torch.device(device),
         )
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
+        return cls.read(
+            reader, ops=ops, collectives=collectives, norm_eps_qkv=eps, taps=tuple(taps)
+        )
+
+    @classmethod
+    def read(
+        cls,
+        reader: WeightReader,
+        *,
+        ops: Ops,
+        collectives: Collectives | None = None,
+        norm_eps_qkv: float = NORM_EPS_QKV,
+        taps: tuple[int, ...] = (),
+    ) -> TargetModel:
+        """The model of a checkpoint that has been checked."""
+        config, layers = reader.config, range(reader.config.num_hidden_layers)
         return cls(
             config=config,
             ops=ops,
-            shard=shard,
+            shard=reader.shard,
             collectives=SoloCollectives() if collectives is None else collectives,
             embedding=reader.vocab_rows("model.embed_tokens"),
-            layers=tuple(
-                _read_layer(reader, layer, ops, eps) for layer in range(config.num_hidden_layers)
-            ),
+            layers=tuple(_read_layer(reader, layer, ops, norm_eps_qkv) for layer in layers),
             final_norm=reader.norm("model.norm", config.rms_norm_eps),
             head=reader.vocab_rows("lm_head"),
-            rope=Rope.of(config, device),
+            rope=Rope.of(config, reader.device),
             taps=tuple(taps),
         )
 
@@ -148,7 +162,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V] fp32 over the whole vocabulary, on every rank."""
-        return self.collectives.all_gather(linear(hidden, self.head).float())
+        return self.collectives.all_gather(linear_fp32(hidden, self.head))
 
 
 def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:

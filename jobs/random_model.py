@@ -1,0 +1,149 @@
+"""A target shaped like Kimi K2.6 with random weights in memory, and a drafter for it.
+
+Its text means nothing: what counts is what a step costs. Real head sizes (latent 512, rope 64, nope
+and value 128), 8 heads as on one of eight ranks, 12 layers of width 2048, 64 experts of 512.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kdray.model.checkpoint import Checkpoint
+from kdray.model.config import ModelConfig
+from kdray.model.manifest import needed_tensors
+
+TARGET: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+}
+DRAFTER: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 4096,
+    "vocab_size": 163840,
+    "block_size": 8,
+    "num_target_layers": 12,
+    "tie_word_embeddings": False,
+    "dflash_config": {"mask_token_id": 163838, "target_layer_ids": [1, 5, 10]},
+}
+
+
+class RandomCheckpoint(Checkpoint):
+    """Every tensor the model needs, drawn by its name whenever it is asked for."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__(Path("random"), {})
+        self._shapes = {
+            needed.name + (".weight" if needed.is_linear else ""): needed.shape
+            for needed in needed_tensors(config)
+        }
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(shape, generator=generator, device=self._device)
+        drawn *= 0.02 if len(shape) == 1 or "embed" in name else shape[-1] ** -0.5
+        return (
+            drawn[rows or slice(None)][(slice(None), cols)] if cols else drawn[rows or slice(None)]
+        )
+
+
+def write_folders(root: Path) -> tuple[Path, Path]:
+    """The target's folder (its config alone) and the drafter's (whole)."""
+    target, drafter = root / "target", root / "drafter"
+    for folder, config in ((target, TARGET), (drafter, DRAFTER)):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+    save_file(_draft_tensors(), drafter / "model.safetensors")
+    return target, drafter
+
+
+def temporary_folders() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
+    home = tempfile.TemporaryDirectory(prefix="kdray-random-")
+    return home, *write_folders(Path(home.name))
+
+
+def _draft_tensors() -> dict[str, Tensor]:
+    config, generator = DRAFTER, torch.Generator().manual_seed(7)
+    width, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+
+    def matrix(rows: int, cols: int) -> Tensor:
+        return (torch.randn(rows, cols, generator=generator) * cols**-0.5).bfloat16()
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    taps = len(config["dflash_config"]["target_layer_ids"])
+    tensors = {"fc.weight": matrix(width, taps * width)}
+    tensors |= {"hidden_norm.weight": ones(width), "norm.weight": ones(width)}
+    for layer in range(config["num_hidden_layers"]):
+        root = f"layers.{layer}"
+        tensors |= {
+            f"{root}.self_attn.q_proj.weight": matrix(query, width),
+            f"{root}.self_attn.k_proj.weight": matrix(key, width),
+            f"{root}.self_attn.v_proj.weight": matrix(key, width),
+            f"{root}.self_attn.o_proj.weight": matrix(width, query),
+            f"{root}.self_attn.q_norm.weight": ones(dim),
+            f"{root}.self_attn.k_norm.weight": ones(dim),
+            f"{root}.input_layernorm.weight": ones(width),
+            f"{root}.post_attention_layernorm.weight": ones(width),
+            f"{root}.mlp.gate_proj.weight": matrix(inner, width),
+            f"{root}.mlp.up_proj.weight": matrix(inner, width),
+            f"{root}.mlp.down_proj.weight": matrix(width, inner),
+        }
+    return tensors

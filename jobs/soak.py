@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Random traffic through an engine: for minutes, or against plain decoding request by request.
+
+    python jobs/soak.py --minutes 20 --device cpu
+    python jobs/soak.py --compare 1000 --device cuda --dtype float32
+
+Requests of all kinds arrive and leave at random. In a soak one fixed request is repeated all the
+while and must give the same tokens every time; pages are audited at every step. A comparison runs
+the same traffic through the engine as configured, step by step from the host, and plainly, and
+shows by how much the two tokens differed wherever two ways parted. Exits 1 where anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from record import Record
+from traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+
+from kdray.arguments import add_engine_arguments, engine_config
+from kdray.config import EngineConfig
+from kdray.core.request import Request, SamplingParams
+from kdray.core.sampling import gumbel_noise
+from kdray.engine import Engine, build_engine, make_request, resolve
+from kdray.kernels.ops import AttentionBatch, load_ops
+from kdray.model.batch import ForwardBatch
+from kdray.model.target import TargetModel
+
+PROBE = SamplingParams(max_tokens=64, temperature=0.8, seed=1234)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=None)
+    parser.add_argument("--compare", type=int, default=None, metavar="REQUESTS")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ahead", action="store_true", help="device rounds on a CPU too")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
+    add_engine_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if (arguments.minutes is None) == (arguments.compare is None):
+        parser.error("give --minutes for a soak, or --compare for a number of requests")
+    config = engine_config(arguments)
+    torch.set_num_threads(config.threads or 1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if arguments.minutes is not None:
+        record = Record("soak", vars(arguments) | {"out": None}, arguments.out)
+        good = soak(config, arguments, record)
+    else:
+        record = Record(f"lossless-{config.dtype}", vars(arguments) | {"out": None}, arguments.out)
+        good = compare(config, arguments, record)
+    record.finish()
+    return 0 if good else 1
+
+
+def engine_of(config: EngineConfig, arguments: argparse.Namespace) -> Engine:
+    return build_engine(config, resolve(config), runs_ahead=True if arguments.ahead else None)
+
+
+def soak(config: EngineConfig, arguments: argparse.Namespace, record: Record) -> bool:
+    engine = engine_of(config, arguments)
+    driver, facts = engine.driver, engine.facts
+    prompts = demo_prompts(facts)
+    visits = draw_visits(prompts, seed=arguments.seed)
+    probes: list[Request] = []
+    wrong = steps = visitors = 0
+    leaving: dict[int, list[str]] = {}
+    start = last = time.monotonic()
+    deadline, next_arrival = start + 60 * arguments.minutes, 0
+    running = True
+    while running:
+        steps += 1
+        open_for_visitors = time.monotonic() < deadline
+        waiting = driver.scheduler.num_waiting
+        while open_for_visitors and steps >= next_arrival and waiting < config.max_requests:
+            visit = next(visits)
+            request = make_request(f"v{visitors}", visit.prompt, visit.sampling, facts)
+            driver.submit(request)
+            visitors += 1
+            waiting += 1
+            next_arrival = steps + visit.pause
+            if visit.patience is not None:
+                leaving.setdefault(steps + visit.patience, []).append(request.request_id)
+        if open_for_visitors and (not probes or probes[-1].finish_reason is not None):
+            wrong += len(probes) > 1 and probes[-1].tokens != probes[0].tokens
+            probes = [*probes[:1], make_request(f"p{steps}", prompts[0], PROBE, facts)]
+            driver.submit(probes[-1])
+        running = driver.step() is not None or time.monotonic() < deadline
+        for request_id in leaving.pop(steps, ()):
+            driver.abort(request_id)
+        if steps % 64 == 0:
+            driver.scheduler.pages.check()
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            print(f"{last - start:.0f} s: {steps} steps, {visitors} visitors, {wrong} wrong probes",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    wrong += probes[-1].tokens != probes[0].tokens
+    driver.scheduler.pages.check()
+    leaked = driver.scheduler.pages.num_used
+    seconds = time.monotonic() - start
+    record.add(
+        {"mode": config.mode, "budget": config.budget, "device": facts.device.type},
+        {},
+        {
+            "minutes": seconds / 60,
+            "steps": float(steps),
+            "requests": float(visitors),
+            "tokens": float(driver.counters.generated_tokens),
+            "preemptions": float(driver.scheduler.num_preemptions),
+            "wrong_probes": float(wrong),
+            "leaked_pages": float(leaked),
+        },
+    )
+    return wrong == 0 and leaked == 0
+
+
+def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record) -> bool:
+    prompts = demo_prompts(resolve(config))
+    visits = list(islice(draw_visits(prompts, seed=arguments.seed), arguments.compare))
+    ways = {
+        "graphs": config,
+        "host": replace(config, graphs=False),
+        "plain": replace(config, mode="plain", graphs=False),
+    }
+    replies: dict[str, list[Reply]] = {}
+    for name, way in ways.items():
+        engine = build_engine(
+            way, resolve(way), runs_ahead=True if name == "graphs" and arguments.ahead else None
+        )
+        replies[name] = run_visits(engine.driver, engine.facts, visits)
+        print(f"{name}: {sum(len(r.token_ids) for r in replies[name])} tokens", file=sys.stderr)
+        engine.driver.close()
+    judge = Judge(config)
+    good = True
+    for one, other in (("graphs", "host"), ("graphs", "plain"), ("host", "plain")):
+        margins = [
+            judge.margin(visit, a.token_ids, b.token_ids)
+            for visit, a, b in zip(visits, replies[one], replies[other], strict=True)
+            if parted(visit, a, b)
+        ]
+        record.add(
+            {"one": one, "other": other, "dtype": str(judge.dtype).removeprefix("torch.")},
+            {},
+            {
+                "requests": float(len(visits)),
+                "differing": float(len(margins)),
+                "greatest_margin": max(margins, default=0.0),
+                "near_tie": judge.near_tie,
+            },
+        )
+        print(json.dumps({"margins": sorted(margins)}), file=sys.stderr)
+        good &= all(margin <= judge.near_tie for margin in margins)
+    return good
+
+
+def parted(visit: Visit, a: Reply, b: Reply) -> bool:
+    """Whether two replies differ; of a visit that left, as far as both go."""
+    if visit.patience is None:
+        return a != b
+    shared = min(len(a.token_ids), len(b.token_ids))
+    return a.token_ids[:shared] != b.token_ids[:shared]
+
+
+class Judge:
+    """Says how far apart two tokens stood where two ways parted, in fp32 on the CPU."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        facts = resolve(config)
+        self.dtype = facts.dtype
+        # Logits reach some 40: sums in another order move them by a few units of their last place.
+        self.near_tie = 2e-3 if facts.dtype == torch.float32 else 40 * 2.0**-8 * 4
+        self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
+
+    def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
+        """Logit distance, noise included, of the two tokens at the first difference."""
+        shared = zip(mine, other, strict=False)
+        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
+        if at is None:
+            return float("inf")  # one of them ended early
+        prefix = [*visit.prompt, *mine[:at]]
+        logits = self._logits(prefix)
+        sampling = visit.sampling
+        if sampling.temperature > 0:
+            seed, position = np.array([sampling.seed]), np.array([len(prefix)])
+            logits = logits / sampling.temperature + gumbel_noise(seed, position, len(logits))[0]
+        return abs(float(logits[mine[at]] - logits[other[at]]))
+
+    @torch.inference_mode()
+    def _logits(self, prefix: Sequence[int]) -> np.ndarray:
+        model, count = self._model, len(prefix)
+        place = torch.arange(count)
+        attention = AttentionBatch(
+            row_start=(0, count), num_cached=(0,), num_known=(count,),
+            page_table=torch.zeros(1, 1, dtype=torch.int32), page_size=count,
+            mask=torch.ones(1, 1, 1, dtype=torch.int32),
+        )  # fmt: skip
+        batch = ForwardBatch(
+            token=torch.tensor(prefix), position=place, slot=place, attention=attention
+        )
+        caches = [torch.zeros(count, model.kv_width) for _ in range(model.num_layers)]
+        logits: np.ndarray = model.logits(model.forward(batch, caches).hidden[-1:])[0].numpy()
+        return logits
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Captured rounds on a GPU: the tokens of steps from the host, and of plain decoding."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+from kdray.config import EngineConfig
+from kdray.engine import build_engine, resolve
+from tests.gpu.test_demo import NEAR_TIE, margin
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 120
+
+
+@pytest.fixture(scope="module")
+def visits(device: torch.device) -> list[Visit]:
+    prompts = demo_prompts(resolve(EngineConfig(device="cuda")))
+    return list(islice(draw_visits(prompts, seed=7, most_tokens=64), COUNT))
+
+
+@pytest.fixture(scope="module")
+def plainly(visits: list[Visit]) -> list[Reply]:
+    return replies_of(visits, mode="plain", graphs=False)
+
+
+def replies_of(visits: list[Visit], **wishes: object) -> list[Reply]:
+    config = EngineConfig(device="cuda", dtype="float32", **wishes)  # type: ignore[arg-type]
+    engine = build_engine(config, resolve(config))
+    replies = run_visits(engine.driver, engine.facts, visits)
+    assert engine.driver.scheduler.pages.num_used == 0
+    return replies
+
+
+@pytest.mark.parametrize("wishes", [
+    {"budget": 16}, {"budget": 31, "max_requests": 5}, {"mode": "chain", "budget": 7},
+    {"mode": "plain"}, {"budget": 16, "page_size": 1, "num_pages": 2100}, {"max_requests": 1},
+    {"budget": 16, "graphs": False},
+], ids=str)  # fmt: skip
+def test_captured_rounds_write_what_plain_decoding_writes(
+    visits: list[Visit], plainly: list[Reply], wishes: dict[str, object]
+) -> None:
+    replies = replies_of(visits, **wishes)
+    for n, (visit, mine, other) in enumerate(zip(visits, replies, plainly, strict=True)):
+        shared = list(zip(mine.token_ids, other.token_ids, strict=False))
+        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
+        if at is not None:
+            prefix = [*visit.prompt, *mine.token_ids[:at]]
+            gap = margin(prefix, *shared[at], visit.sampling)
+            print(f"visit {n}: differs at token {at}, margin {gap:.2e}")
+            assert gap < NEAR_TIE
+        elif visit.patience is None:
+            assert mine == other
