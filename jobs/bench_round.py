@@ -3,7 +3,7 @@
 
     python jobs/bench_round.py --out benchmarks/results
 
-models     demo: the embedded model with its drafter, so that accept lengths are real. random: shaped
+models     demo: the embedded model and its drafter, whose accept lengths are real. random: shaped
            like Kimi K2.6 (jobs/random_model.py), whose drafter is always wrong; its tokens_per_s
            counts the accept length that the demo had in the same mode.
 step_ms    wall clock a step, everybody decoding

@@ -32,7 +32,7 @@ class ReferenceRoundOps:
         return PlacedTrees(trees=trees, position=base[:, None].int() + trees.depth)
 
     def draw_tokens(self, logits: Tensor, rows: DrawRows) -> Drawn:
-        finite = logits.nan_to_num(nan=-torch.inf) > -torch.inf
+        finite = ~(logits.isnan() | logits.isneginf())
         dead = ~finite.any(dim=1)
         values = torch.where(dead[:, None], torch.zeros_like(logits), logits)
         token = sample_tokens(values.float().cpu().numpy(), _sampling_rows(rows))

@@ -10,7 +10,9 @@ import torch
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
 from kdray.engine import build_engine, resolve
+from kdray.kernels.cuda_round import CudaRoundOps
 from tests.gpu.test_demo import NEAR_TIE, margin
+from tests.kernels.round_cases import check_round
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +57,8 @@ def test_captured_rounds_write_what_plain_decoding_writes(
             assert gap < NEAR_TIE
         elif visit.patience is None:
             assert mine == other
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rounds_ops_equal_the_reference(seed: int, device: torch.device) -> None:
+    check_round(CudaRoundOps(device), seed, device)
