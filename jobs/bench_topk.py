@@ -42,12 +42,14 @@ ROWS = (7, 56, 448, 960)
 KINDS = ("normal", "peaky", "band", "rising")
 VARIANTS: tuple[Defines, ...] = (
     {},
+    {"AHEAD": 1},
+    {"BLOCKS_PER_SM": 3},
     {"PREFETCH": 1, "BLOCKS_PER_SM": 3},
     {"FIRST_RANKING": 1, "SECOND_RANKING": 4},
     {"FIRST_RANKING": 2, "SECOND_RANKING": 1000},
     {"FIRST_RANKING": 6, "SECOND_RANKING": 14},
 )
-RUNS = {7: (1, 2), 56: (3, 4, 5), 448: (17, 20), 960: (20, 37, 74)}  # besides the launcher's choice
+RUNS = {7: (1, 2), 56: (2, 3, 4), 448: (17, 20), 960: (20, 37, 49)}  # besides the launcher's choice
 Rival = Callable[[Tensor, int], object]
 
 
