@@ -153,29 +153,34 @@ def routing_defines(num_experts: int, rule: RoutingRule) -> dict[str, str | int]
 
 def takes_norm(x: Tensor, norm: Norm) -> bool:
     """Whether rms_norm.cu takes rows x [.., E]: contiguous, or [T, E] at any aligned step."""
-    width = x.shape[-1]
-    if x.dtype not in DTYPES or norm.weight.shape != (width,) or norm.weight.dtype != x.dtype:
+    width, weight = x.shape[-1], norm.weight
+    if not _alike(x, weight) or weight.shape != (width,):
         return False
-    vectors = width // _vector(x.dtype)
-    fits = 0 < vectors <= MAX_ITEMS * MOST_NORM_THREADS
-    return fits and _in_vectors(x) and _in_vectors(norm.weight) and _is_even(x)
+    fits = 0 < width // _vector(x.dtype) <= MAX_ITEMS * MOST_NORM_THREADS
+    even = x.dim() <= 2 or x.is_contiguous()
+    return fits and even and _in_vectors(x) and _in_vectors(weight)
 
 
 def takes_rope(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm) -> bool:
     """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype, one after another."""
-    latent_dim = norm.weight.shape[0]
-    key_dim = kv.shape[1] - latent_dim
-    if kv.dtype not in DTYPES or not 0 < latent_dim <= MAX_LATENT or not 0 < key_dim <= MAX_ROPE:
+    (num_rows, width), latent_dim = kv.shape, norm.weight.shape[0]
+    key_dim = width - latent_dim
+    if not _alike(kv, query, cache, norm.weight):
         return False
-    same = all(t.dtype == kv.dtype for t in (query, cache, norm.weight))
+    if not 0 < latent_dim <= MAX_LATENT or not 0 < key_dim <= MAX_ROPE:
+        return False
+    turns, slot, vector = rows.turns, rows.slot, _vector(kv.dtype)
     whole = all(_in_vectors(t) for t in (query[..., -key_dim:], kv, cache, norm.weight))
-    halves = latent_dim % _vector(kv.dtype) == 0 and key_dim % _vector(kv.dtype) == 0
-    placed = rows.turns.is_contiguous() and rows.slot.is_contiguous()
-    return same and whole and halves and placed and cache.is_contiguous() and len(cache) < 2**31
+    parts = latent_dim % vector == 0 and key_dim % vector == 0 and query.shape[0] == num_rows
+    placed = turns.shape == (num_rows, key_dim // 2) and slot.shape == (num_rows,)
+    typed = turns.dtype == torch.complex64 and slot.dtype == torch.int64
+    packed = all(t.is_contiguous() for t in (turns, slot, cache))
+    kept = cache.shape[1] == width and len(cache) < 2**31
+    return whole and parts and placed and typed and packed and kept
 
 
 def takes_swiglu(gate_up: Tensor) -> bool:
-    if gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
+    if not _alike(gate_up) or not gate_up.is_contiguous():
         return False
     inner = gate_up.shape[-1] // 2
     return inner > 0 and inner % _vector(gate_up.dtype) == 0 and _in_vectors(gate_up)
@@ -183,9 +188,16 @@ def takes_swiglu(gate_up: Tensor) -> bool:
 
 def takes_routing(logits: Tensor, bias: Tensor, rule: RoutingRule) -> bool:
     experts = logits.shape[1]
-    fp32 = logits.dtype == bias.dtype == torch.float32
     fits = experts <= MAX_EXPERTS and rule.num_groups <= MAX_GROUPS and rule.top_k <= MAX_TOP_K
-    return fp32 and fits and logits.is_contiguous() and bias.is_contiguous()
+    whole = experts % rule.num_groups == 0 and rule.top_k <= experts and bias.shape == (experts,)
+    fp32 = logits.dtype == torch.float32 and _alike(logits, bias)
+    return fits and whole and fp32 and logits.is_contiguous() and bias.is_contiguous()
+
+
+def _alike(*tensors: Tensor) -> bool:
+    """Whether all are of one dtype that kernels know, on one device."""
+    dtype, device = tensors[0].dtype, tensors[0].device
+    return dtype in DTYPES and all(t.dtype == dtype and t.device == device for t in tensors)
 
 
 def _is_bf16(dtype: torch.dtype) -> int:
@@ -213,12 +225,8 @@ def _in_vectors(x: Tensor) -> bool:
     )
 
 
-def _is_even(x: Tensor) -> bool:
-    """Whether all rows lie the same step apart."""
-    return x.dim() <= 2 or x.is_contiguous()
-
-
 def _is_packed(delta: Tensor, x: Tensor) -> bool:
     """Whether delta fits x and lies without gaps."""
-    same = delta.shape == x.shape and delta.dtype == x.dtype
-    return same and delta.is_contiguous() and _in_vectors(delta)
+    return (
+        delta.shape == x.shape and _alike(x, delta) and delta.is_contiguous() and _in_vectors(delta)
+    )

@@ -13,7 +13,7 @@ from kdray.demo import target_path
 from kdray.kernels.cuda import CudaOps
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import Ops, load_ops
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops, load_ops
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.moe import DenseMLP, MoE, Router
 from kdray.model.target import TargetModel
@@ -133,22 +133,9 @@ def test_experts_in_a_graph_equal_the_loop_over_them(
         torch.testing.assert_close(found, wanted, rtol=close, atol=close)
 
 
-def on(device: torch.device, batch: ForwardBatch) -> ForwardBatch:
-    attention = replace(
-        batch.attention,
-        page_table=batch.attention.page_table.to(device),
-        mask=batch.attention.mask.to(device),
-    )
-    return ForwardBatch(
-        token=batch.token.to(device),
-        position=batch.position.to(device),
-        slot=batch.slot.to(device),
-        attention=attention,
-    )
-
-
-def decode_step(runner: PagedRunner) -> ForwardBatch:
-    """Three requests that decode behind prompts of different lengths: a tree, a chain, a root."""
+def decode_step(runner: PagedRunner) -> tuple[ForwardBatch, list[int]]:
+    """Three requests that decode behind prompts of different lengths: a tree, a chain, a root; and
+    their numbers of nodes."""
     texts = [runner.text(120) for _ in range(3)]
     prompts = [list(range(9, 9 + length)) for length in (70, 30, 1)]
     runner.run(*(Part(*pair) for pair in zip(texts, prompts, strict=True)))
@@ -157,7 +144,35 @@ def decode_step(runner: PagedRunner) -> ForwardBatch:
         Part(texts[1], [50], [51, 52], [0, 1]),
         Part(texts[2], [60]),
     ]
-    return make_batch(parts, runner.page_size)
+    return make_batch(parts, runner.page_size), [7, 3, 1]
+
+
+def on_device(
+    batch: ForwardBatch, num_nodes: list[int], device: torch.device
+) -> tuple[ForwardBatch, Tensor]:
+    """The step as a bucket of requests by the most nodes, its rest padding; and the rows of it that
+    are the batch's."""
+    host, nodes = batch.attention, max(num_nodes)
+    assert isinstance(host, AttentionBatch)
+    root = torch.tensor(host.num_cached)[:, None]
+    node, count = torch.arange(nodes), torch.tensor(num_nodes)
+    real = (node < count[:, None]).flatten().nonzero()[:, 0]
+    token = torch.zeros(len(num_nodes) * nodes, dtype=torch.int64)
+    position = root.expand(-1, nodes).flatten()
+    attention = DeviceAttentionBatch(
+        num_cached=root[:, 0].int().to(device),
+        num_nodes=count.int().to(device),
+        page_table=host.page_table.to(device),
+        page_size=host.page_size,
+        mask=host.mask.to(device),
+    )
+    moved = ForwardBatch(
+        token=token.index_copy(0, real, batch.token).to(device),
+        position=position.index_copy(0, real, batch.position).to(device),
+        slot=host.slots.gather(1, root + node).flatten().to(device),
+        attention=attention,
+    )
+    return moved, real
 
 
 @pytest.fixture(scope="module")
@@ -166,39 +181,40 @@ def host() -> PagedRunner:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@torch.inference_mode()
 def test_a_forward_pass_in_a_graph_equals_the_eager_one_and_the_cpu(
     host: PagedRunner, device: torch.device, dtype: torch.dtype
 ) -> None:
     """No wait for the host anywhere: a step that decodes is captured whole, logits included."""
-    batch = decode_step(host)
+    batch, num_nodes = decode_step(host)
     model = TargetModel.load(
         target_path(), ops=CudaOps(device), dtype=dtype, device=device, taps=(0, 3)
     )
-    started = [cache.to(device, dtype) for cache in host.caches]
-    moved = on(device, batch)
+    # On the device whole page tables are read; what no one sees must be finite.
+    started = [cache.nan_to_num().to(device, dtype) for cache in host.caches]
+    moved, real = on_device(batch, num_nodes, device)
 
     def forward(caches: list[Tensor]) -> tuple[TargetOutput, Tensor]:
         output = model.forward(moved, caches)
         return output, model.logits(output.hidden)
 
-    with torch.inference_mode():
-        caches = [cache.clone() for cache in started]
-        forward(caches)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, logits = forward(caches)
-        for shift in (0, 300, 700):
-            moved.token.copy_(batch.token + shift)
-            for cache, start in zip(caches, started, strict=True):
-                cache.copy_(start)
-            graph.replay()
-            again = [cache.clone() for cache in started]
-            eager, eager_logits = forward(again)
-            assert torch.equal(logits, eager_logits)
-            assert torch.equal(output.features, eager.features)
-            for cache, other in zip(caches, again, strict=True):
-                assert torch.equal(cache.nan_to_num(), other.nan_to_num())
-            assert_like_cpu(host, replace(batch, token=batch.token + shift), logits.cpu(), dtype)
+    caches = [cache.clone() for cache in started]
+    forward(caches)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, logits = forward(caches)
+    for shift in (0, 300, 700):
+        moved.token.index_copy_(0, real.to(device), (batch.token + shift).to(device))
+        for cache, start in zip(caches, started, strict=True):
+            cache.copy_(start)
+        graph.replay()
+        again = [cache.clone() for cache in started]
+        eager, eager_logits = forward(again)
+        assert torch.equal(logits, eager_logits)
+        assert torch.equal(output.features, eager.features)
+        assert all(map(torch.equal, caches, again))
+        shifted = replace(batch, token=batch.token + shift)
+        assert_like_cpu(host, shifted, logits.cpu()[real], dtype)
 
 
 def assert_like_cpu(
