@@ -32,7 +32,6 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths
 from kdray.kernels.cuda_commit import (
-    PATH_BLOCK,
     CacheTable,
     PathBlock,
     SlotState,
@@ -65,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--width", type=int, default=576, help="numbers in a row")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[PATH_BLOCK.rows])
-    parser.add_argument("--columns", type=int, nargs="+", default=[PATH_BLOCK.columns])
-    parser.add_argument("--together", type=int, nargs="+", default=[PATH_BLOCK.caches])
+    parser.add_argument("--rows", type=int, nargs="+", default=None)
+    parser.add_argument("--columns", type=int, nargs="+", default=None)
+    parser.add_argument("--together", type=int, nargs="+", default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
     record = Record("commit", vars(arguments) | {"out": None}, arguments.out)
@@ -76,12 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, arguments.dtype)
     caches = [torch.randn(size, device=device).to(dtype) for _ in range(arguments.layers)]
     speed = copy_bytes_per_us()
-    choices = product(arguments.rows, arguments.columns, arguments.together)
-    shapes = [PathBlock(rows=r, columns=c, caches=g) for r, c, g in choices]
-    for shape, moves, batch in product(shapes, arguments.moves, arguments.batches):
-        bench(record, caches, batch, moves, shape, speed)
+    for moves, batch in product(arguments.moves, arguments.batches):
+        for shape in shapes(arguments, batch):
+            bench(record, caches, batch, moves, shape, speed)
     record.finish()
     return 0
+
+
+def shapes(arguments: argparse.Namespace, batch: int) -> list[PathBlock]:
+    """The shape in use, with what else was asked for."""
+    own = PathBlock.of(batch)
+    choices = product(
+        arguments.rows or [own.rows],
+        arguments.columns or [own.columns],
+        arguments.together or [own.caches],
+    )
+    return [PathBlock(rows=r, columns=c, caches=g) for r, c, g in choices]
 
 
 def bench(

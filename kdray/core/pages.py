@@ -30,28 +30,36 @@ class PageAllocator:
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the next page is the last
         self._tables: dict[str, Int32Array] = {}
+        self._covered: dict[str, int] = {}  # positions each table reaches
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Grow the request's page table to cover num_tokens positions; never shrinks it.
 
         False, and nothing is changed, where too few pages are free.
         """
-        table = self.page_table(request_id)
-        missing = self.pages_for(num_tokens) - len(table)
-        if missing <= 0:
+        missing = self.missing(request_id, num_tokens)
+        if missing == 0:
             return True
         if missing > self.num_free:
             return False
+        table = self.page_table(request_id)
         taken = [self._free.pop() for _ in range(missing)]
         # Tables are replaced, never written: whoever holds one in a plan keeps what he was given.
         grown = np.concatenate([table, np.array(taken, dtype=np.int32)])
         grown.flags.writeable = False
         self._tables[request_id] = grown
+        self._covered[request_id] = len(grown) * self.page_size
         return True
+
+    def missing(self, request_id: str, num_tokens: int) -> int:
+        """Pages that reserve would take."""
+        uncovered = num_tokens - self._covered.get(request_id, 0)
+        return self.pages_for(uncovered) if uncovered > 0 else 0
 
     def release(self, request_id: str) -> None:
         """Take back all pages of the request; nothing happens where it holds none."""
         self._free.extend(reversed(self._tables.pop(request_id, _NO_PAGES).tolist()))
+        self._covered.pop(request_id, None)
 
     def page_table(self, request_id: str) -> Int32Array:
         """[P] int32 page ids in the order of positions, read-only."""

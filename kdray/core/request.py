@@ -95,6 +95,7 @@ class Request:
     end_token_ids   the model's end tokens and the request's own stop tokens
     seed            addresses the noise of every token of this request
     accept_lengths  tokens gained by each speculative step (accepted drafts + 1, less at the end)
+    runs_ahead      its draws ask nothing of the host, and the engine runs such requests ahead of it
     num_in_flight   steps that run ahead of the host and whose tokens are not here yet
     """
 
@@ -110,6 +111,7 @@ class Request:
     finish_reason: FinishReason | None = None
     accept_lengths: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    runs_ahead: bool = False
     num_in_flight: int = 0
 
     def __post_init__(self) -> None:

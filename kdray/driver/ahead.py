@@ -78,7 +78,7 @@ class AheadDecoder:
             for nodes in buckets.num_nodes
         }
         self._last_inputs: dict[tuple[int, int], Int32Array] = {}
-        self._placed: dict[int, tuple[str, int]] = {}  # slot -> request and its preemptions
+        self._placed: dict[int, tuple[Request, int]] = {}  # slot -> request and its preemptions
         self._num_pages: dict[int, int] = {}  # slot -> pages of its table on the device
         shape = (buckets.requests[-1], FIRST_DRAFT + parts.depth)
         self._reports = [
@@ -125,9 +125,10 @@ class AheadDecoder:
     def _place(self, step: AheadStep) -> None:
         joining, slots, tables = [], [], []
         for request, pages in zip(step.requests, step.pages, strict=True):
-            slot, name = held_slot(request), (request.request_id, request.num_preemptions)
-            if self._placed.get(slot) != name:
-                self._placed[slot] = name
+            slot = held_slot(request)
+            placed = self._placed.get(slot)
+            if placed is None or placed[0] is not request or placed[1] != request.num_preemptions:
+                self._placed[slot] = (request, request.num_preemptions)
                 self._num_pages.pop(slot, None)
                 joining.append(_placement(request))
             if self._num_pages.get(slot) != len(pages):

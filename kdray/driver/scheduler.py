@@ -126,6 +126,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that validate() has passed."""
+        request.runs_ahead = self._runs_ahead and not adjusts(request.sampling)
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
@@ -171,9 +172,9 @@ class Scheduler:
 
     def pages_short(self) -> bool:
         """Whether the running requests' next steps need more pages than are free."""
-        held = ((r, len(self.pages.page_table(r.request_id))) for r in self._running)
-        missing = sum(max(0, self.pages.pages_for(self._next_case(r)) - n) for r, n in held)
-        return missing > self.pages.num_free
+        missing = self.pages.missing
+        wanted = sum(missing(r.request_id, self._next_case(r)) for r in self._running)
+        return wanted > self.pages.num_free
 
     def reserve_running(self) -> None:
         """Pages for everybody's next step, oldest first; younger requests may lose theirs."""
@@ -189,7 +190,8 @@ class Scheduler:
         ready = [
             request
             for request in self._running
-            if self._is_ahead(request)
+            if request.runs_ahead
+            and request.num_uncached == 1
             and len(request.tokens) + request.num_in_flight < request.max_total
         ]
         if not ready:
@@ -217,9 +219,6 @@ class Scheduler:
                 outputs.append(self._append(request, gained.tokens, gained.num_drafted))
         return outputs
 
-    def _is_ahead(self, request: Request) -> bool:
-        return self._runs_ahead and request.num_uncached == 1 and not adjusts(request.sampling)
-
     def _next_case(self, request: Request) -> int:
         """Token places the request's next step can touch."""
         known = min(request.num_uncached, self.limits.prefill_chunk)
@@ -231,8 +230,8 @@ class Scheduler:
         for request in list(self._running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one a moment ago
-            if self._is_ahead(request):
-                continue
+            if request.runs_ahead and request.num_uncached == 1:
+                continue  # schedule_ahead's
             num_known = min(request.num_uncached, chunk_left if request.num_uncached > 1 else 1)
             places = self._worst_case(request.num_cached + num_known)
             if num_known == 0 or not self._reserve(request, places):
@@ -282,7 +281,10 @@ class Scheduler:
         in_flight = self._most_ahead * request.num_in_flight
         if len(request.tokens) + in_flight + self._speculation.depth > self.limits.max_model_len:
             return 0
-        return self._speculation.draft_nodes(request.max_total - len(request.tokens))
+        left = request.max_total - len(request.tokens)
+        if left > self._speculation.depth:
+            return self._most_drafts
+        return self._speculation.draft_nodes(left)
 
     def _worst_case(self, num_tokens: int) -> int:
         """Token places a request of num_tokens can touch in its next step, wherever it stands."""

@@ -19,6 +19,7 @@ from kdray.kernels.round_ops import SlotState
 
 # As in commit_kv.cu.
 LIST_ROWS = 8  # rows a thread of commit_kv holds
+PATH_ROWS = 8  # and of commit_paths, unless it is compiled for another number
 MAX_THREADS = 512
 MAX_MOVES = 64
 
@@ -37,12 +38,14 @@ class PathBlock:
     caches    one after another; the same of every cache
     """
 
-    rows: int = 8
+    rows: int = PATH_ROWS
     columns: int = 128
     caches: int = 1
 
-
-PATH_BLOCK = PathBlock()
+    @classmethod
+    def of(cls, requests: int) -> PathBlock:
+        """Measured on an H200, 61 caches: many requests fill it even with half the blocks."""
+        return cls(caches=2 if requests >= 32 else 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +124,7 @@ def commit_paths(
     paths: AcceptedPaths,
     state: SlotState,
     slot: Tensor | None = None,
-    shape: PathBlock = PATH_BLOCK,
+    shape: PathBlock | None = None,
 ) -> None:
     """Make the KV of every accepted node contiguous behind its root, in all caches.
 
@@ -135,6 +138,7 @@ def commit_paths(
         raise ValueError(f"commit_paths takes paths of at most {MAX_MOVES} drafts, not {width - 1}")
     if requests == 0 or width == 1:
         return
+    shape = shape or PathBlock.of(requests)
     slots, pages = state.page_table.shape
     deep = -(-(width - 1) // shape.rows)
     # At least a thread a path node; beyond the widest row threads would idle.
@@ -173,7 +177,7 @@ def advance_requests(
 
 def path_defines(shape: PathBlock) -> dict[str, int]:
     """What commit_kv.cu is compiled with: nothing, where the shape is its own."""
-    return {} if shape.rows == PATH_BLOCK.rows else {"PATH_ROWS": shape.rows}
+    return {} if shape.rows == PATH_ROWS else {"PATH_ROWS": shape.rows}
 
 
 def _columns(address: int, size: int) -> int:

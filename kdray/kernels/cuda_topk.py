@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
-from kdray.kernels.loader import NO_DEFINES, Kernel, KernelLoader
+from kdray.kernels.loader import NO_DEFINES, Argument, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
 
 # As in topk_logprob.cu.
@@ -107,7 +107,8 @@ class CudaTopk:
         score = torch.empty_like(token)
         if token.numel():
             kernel = self._kernel("merge_topk", k, torch.float32)
-            kernel.launch(rows, THREADS, (token, score, value, ids, mass, shards, rows, k))
+            inputs = (value, ids, mass, shards, rows, k)
+            kernel.launch(rows, THREADS, (token, score, *inputs), overlap=True)
         return token, score
 
     def _launch(
@@ -126,7 +127,8 @@ class CudaTopk:
         work = (self._ticket, self._keys, self._units)
         sizes = (np.int64(rows.stride(0)), len(rows), vocab, deal.pitch, deal.run, k)
         kernel = self._kernel(entry, k, rows.dtype)
-        kernel.launch(deal.blocks, THREADS, (*outputs, *work, rows, *sizes, *more))
+        args: tuple[Argument, ...] = (*outputs, *work, rows, *sizes, *more)
+        kernel.launch(deal.blocks, THREADS, args, overlap=True)
 
     def _kernel(self, entry: str, k: int, dtype: torch.dtype) -> Kernel:
         return self._loader.get("topk_logprob", entry, self._defines(k, dtype))

@@ -53,6 +53,7 @@
 #define SECOND_RANKING 6
 #endif
 
+#include "overlap.cuh"
 #include "topk_best.cuh"
 
 // Absent tokens behind the present ones, lowest ids first, where the row has fewer than K present.
@@ -161,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_logpro
     int* token, int* score, int* ticket, u64* keys, UnitSum* unit_sums, const void* logits,
     i64 stride, int rows, int size, int pitch, int run, int k) {
     __shared__ Shared s;
+    start_behind_previous();
     const Batch batch = {logits, stride, rows, size, pitch, run};
     serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
         if (threadIdx.x >= (K > WARP ? 2 * WARP : WARP)) return;
@@ -179,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_partia
     float* value, int* id, i64* mass, int* ticket, u64* keys, UnitSum* unit_sums,
     const void* logits, i64 stride, int rows, int size, int pitch, int run, int k, int first_id) {
     __shared__ Shared s;
+    start_behind_previous();
     const Batch batch = {logits, stride, rows, size, pitch, run};
     serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
         const int i = threadIdx.x;
@@ -203,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_topk(
     int rows, int k) {
     __shared__ u64 staged[1024];
     __shared__ Shared s;
+    start_behind_previous();
     const int row = blockIdx.x, size = shards * k;
     for (int i = threadIdx.x; i < size; i += THREADS) {
         const i64 from = ((i64)(i / k) * rows + row) * k + i % k;
