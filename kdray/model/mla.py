@@ -20,12 +20,14 @@ from torch import Tensor
 
 from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops
 from kdray.model.layers import RmsNorm
+from kdray.model.prefill import attend_block, merge_states
 
 # Known rows from which expanding the latents pays. FLOPs cross at C (N + V) / (2 C - N - V) rows,
 # 171 for Kimi; measured with the demo's sizes on a CPU the two forms meet at about 256.
 EXPAND_FROM_ROWS = 256
-KEY_BLOCK = 1024  # keys expanded at a time
-ROW_BLOCK = 128  # rows that attend at a time in the expanded form
+KEY_BLOCK = 1024  # cached keys expanded at a time
+ROW_BLOCK = 128  # rows that attend at a time in the expanded form: they hold their scores
+ROW_BLOCK_FUSED = 8192  # where a kernel holds none
 
 
 class LongRows(NamedTuple):
@@ -79,11 +81,12 @@ class AttentionSplit:
 
 
 def _long_rows(batch: AttentionBatch, request: int) -> Iterator[LongRows]:
-    """A prompt chunk in pieces of ROW_BLOCK rows, which bounds the scores held at a time."""
+    """A prompt chunk in pieces of some rows, which bounds what is held at a time."""
+    size = ROW_BLOCK_FUSED if batch.page_table.is_cuda else ROW_BLOCK
     start, end = batch.row_start[request], batch.row_start[request + 1]
     cached = batch.num_cached[request]
-    for first in range(start, end, ROW_BLOCK):
-        last = min(first + ROW_BLOCK, end)
+    for first in range(start, end, size):
+        last = min(first + size, end)
         yield LongRows(
             rows=slice(first, last),
             num_cached=cached + first - start,
@@ -186,30 +189,16 @@ class LatentAttention:
         return heads
 
     def _expanded(self, query: Tensor, cache: Tensor, long: LongRows) -> Tensor:
-        """query [t, H, N + D] -> [t, H, V]: causal softmax over key blocks, merged as they come.
-
-        Running maximum, sum and values as in online softmax (arXiv 1805.02867), all fp32.
-        """
-        query = query.transpose(0, 1).float() * self.scale
-        own = long.num_cached + torch.arange(query.shape[1], device=query.device)
-        best = query.new_full((*query.shape[:2], 1), -torch.inf)
-        total = torch.zeros_like(best)
-        mixed = query.new_zeros(*query.shape[:2], self.value_up.shape[2])
-        for start in range(0, long.slots.shape[0], KEY_BLOCK):
-            slots = long.slots[start : start + KEY_BLOCK]
-            key, value = self._expand(cache[slots].to(self.key_up.dtype))
-            score = torch.bmm(query, key.float().transpose(1, 2))
-            if start + slots.shape[0] > long.num_cached:
-                place = start + torch.arange(slots.shape[0], device=query.device)
-                score.masked_fill_(place > own[:, None], -torch.inf)
-            # Position 0 is visible to every row, so the maximum is finite from the first block on.
-            new_best = torch.maximum(best, score.amax(-1, keepdim=True))
-            weight = score.sub_(new_best).exp_()
-            shrink = best.sub_(new_best).exp_()
-            total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
-            mixed = torch.baddbmm(mixed.mul_(shrink), weight, value.float())
-            best = new_best
-        return (mixed / total).to(self.key_up.dtype).transpose(0, 1)
+        """query [t, H, N + D] -> [t, H, V]: what was cached block by block, then the rows' own."""
+        query, cached = query.transpose(0, 1), long.num_cached
+        starts = [*range(0, cached, KEY_BLOCK), cached]
+        state = None
+        for start, end in pairwise([*starts, cached + query.shape[1]]):
+            key, value = self._expand(cache[long.slots[start:end]].to(self.key_up.dtype))
+            block = attend_block(query, key, value, self.scale, causal=start == cached)
+            state = block if state is None else merge_states(state, block)
+        assert state is not None, "a chunk has rows"
+        return state.mixed.to(self.key_up.dtype).transpose(0, 1)
 
     def _expand(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Cache rows [b, C + D] -> keys [H, b, N + D] and values [H, b, V]."""

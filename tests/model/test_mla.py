@@ -57,9 +57,10 @@ def test_absorbed_and_expanded_agree_on_mixed_batches(
     torch.testing.assert_close(mixed, absorbed, rtol=1e-5, atol=1e-5)
 
 
-def test_expanded_equals_a_plain_softmax_over_several_key_blocks() -> None:
+@pytest.mark.parametrize("cached", [0, 1, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, KEY_BLOCK + 37])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_expanded_equals_a_plain_softmax_over_several_key_blocks(cached: int, rows: int) -> None:
     heads, nope, rope, latent, value = 2, 6, 4, 8, 5
-    cached, rows = KEY_BLOCK + 37, 70
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
