@@ -143,9 +143,8 @@ def per_head(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
     weight = drawn(heads, NOPE, LATENT, dtype=dtype)
     mine, theirs = (drawn(rows, heads, LATENT + ROPE, dtype=dtype) for _ in range(2))
 
-    def filled(fill: Callable[[Tensor, Tensor, Tensor], None], out: Tensor) -> Outputs:
-        fill(out[..., :LATENT], query[..., :NOPE], weight)
-        return (out[..., :LATENT],)
+    def filled(per_head: Callable[..., Tensor], out: Tensor) -> Outputs:
+        return (per_head(query[..., :NOPE], weight, out[..., :LATENT]),)
 
     numbers = weight.numel() + rows * heads * (NOPE + LATENT)
     return Case(

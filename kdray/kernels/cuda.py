@@ -84,8 +84,8 @@ class CudaOps:
     ) -> Tensor:
         return self._fused.rope_cache(query, kv, cache, rows, norm)
 
-    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        self._fused.per_head(out, x, weight)
+    def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._fused.per_head(x, weight, out)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self._fused.swiglu(gate_up)

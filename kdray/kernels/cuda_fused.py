@@ -76,9 +76,12 @@ class CudaFused:
             kernel.launch(grid, block, (*outputs, *inputs, *sizes), overlap=True)
         return absorbed
 
-    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+    def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """As in Ops: cuBLAS writes rows any distance apart, which saves a copy."""
+        if out is None:
+            out = x.new_empty(*x.shape[:2], weight.shape[2])
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         if not takes_swiglu(gate_up):

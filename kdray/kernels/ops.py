@@ -181,9 +181,9 @@ class Ops(Protocol):
         """
         ...
 
-    def per_head(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        """out[t, h] = x[t, h] @ weight[h]: x [T, H, A], weight [H, A, B], out [T, H, B], whose
-        rows and heads may lie any distance apart."""
+    def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, H, A], weight [H, A, B] -> x[t, h] @ weight[h], [T, H, B]; written to `out` if
+        given, whose rows and heads may lie any distance apart."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

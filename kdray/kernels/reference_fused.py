@@ -43,13 +43,15 @@ def rope_cache(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm:
     row = torch.cat([rms_norm(latent, norm), rotate(key, rows.turns)], dim=-1)
     cache.index_copy_(0, rows.slot, row.to(cache.dtype))
     absorbed = query.new_empty(*query.shape[:2], latent_dim + key_dim)
-    absorbed[..., latent_dim:] = rotate(query[..., -key_dim:], rows.turns[:, None])
+    _, rotated = absorbed.split_with_sizes([latent_dim, key_dim], dim=-1)
+    rotated.copy_(rotate(query[..., -key_dim:], rows.turns[:, None]))
     return absorbed
 
 
-def per_head(out: Tensor, x: Tensor, weight: Tensor) -> None:
+def per_head(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """As in Ops."""
-    out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
+    product = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return product if out is None else out.copy_(product)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -182,11 +182,9 @@ class LatentAttention:
     ) -> Tensor:
         """query [T, H, C + D] brings its rotated part; its latent part is made here."""
         latent_dim = self.key_up.shape[2]
-        self.ops.per_head(query[..., :latent_dim], nope, self.key_up)
+        self.ops.per_head(nope, self.key_up, out=query[..., :latent_dim])
         mixed = self.ops.verify_attention(query, cache, batch, self.scale, latent_dim)
-        heads = mixed.new_empty(*mixed.shape[:2], self.value_up.shape[2])
-        self.ops.per_head(heads, mixed, self.value_up)
-        return heads
+        return self.ops.per_head(mixed, self.value_up)
 
     def _expanded(self, query: Tensor, cache: Tensor, long: LongRows) -> Tensor:
         """query [t, H, N + D] -> [t, H, V]: what was cached block by block, then the rows' own."""
