@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adjust_logits(
 extern "C" __global__ void __launch_bounds__(THREADS) row_maxima(
     u64* best, float* maximum, const void* logits, i64 stride, int size) {
     __shared__ u64 shared[THREADS / WARP];
-    start_behind_previous();
+    wait_for_previous();
     const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
     const Row row = row_of(logits, stride, size, number);
     const Span span = span_of(size, split, splits);
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(CUT_THREADS, 2) find_cuts(
     Place* cut, const float* maximum, const void* logits, const float* temperature,
     const int* top_k, const double* top_p, const double* min_p, i64 stride, int size, int parts) {
     __shared__ CutShared s;
-    start_behind_previous();
+    wait_for_previous();
     const int number = blockIdx.x, k = top_k[number];
     const float most = row_maximum(maximum, number, parts), heat = temperature[number];
     const double p = top_p[number], least = min_p[number];
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_tokens(
     const void* logits, const float* temperature, const u64* seed, const int* position, i64 stride,
     int size, int parts, int first_id) {
     __shared__ u64 shared[THREADS / WARP];
-    start_behind_previous();
+    wait_for_previous();
     const int number = blockIdx.x, split = blockIdx.y, splits = gridDim.y;
     const i64 out = (i64)number * splits + split;
     const float heat = temperature[number];

@@ -59,6 +59,7 @@
 // Absent tokens behind the present ones, lowest ids first, where the row has fewer than K present.
 __device__ __forceinline__ void add_absent(Shared& s, const Row& row) {
     int size = s.num_best;
+    __syncthreads();  // behind the warps that still read the last ranking
     if (warp_id() == 0) {
 #pragma unroll 1
         for (int base = 0; base < row.size && size < K; base += WARP) {
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_logpro
     int* token, int* score, int* ticket, u64* keys, UnitSum* unit_sums, const void* logits,
     i64 stride, int rows, int size, int pitch, int run, int k) {
     __shared__ Shared s;
-    start_behind_previous();
+    wait_for_previous();
     const Batch batch = {logits, stride, rows, size, pitch, run};
     serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
         if (threadIdx.x >= (K > WARP ? 2 * WARP : WARP)) return;
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_partia
     float* value, int* id, i64* mass, int* ticket, u64* keys, UnitSum* unit_sums,
     const void* logits, i64 stride, int rows, int size, int pitch, int run, int k, int first_id) {
     __shared__ Shared s;
-    start_behind_previous();
+    wait_for_previous();
     const Batch batch = {logits, stride, rows, size, pitch, run};
     serve(s, batch, {ticket, keys, unit_sums}, [&](int number) {
         const int i = threadIdx.x;
@@ -206,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_topk(
     int rows, int k) {
     __shared__ u64 staged[1024];
     __shared__ Shared s;
-    start_behind_previous();
+    wait_for_previous();
     const int row = blockIdx.x, size = shards * k;
     for (int i = threadIdx.x; i < size; i += THREADS) {
         const i64 from = ((i64)(i / k) * rows + row) * k + i % k;

@@ -143,6 +143,7 @@ __device__ __forceinline__ int purge_list(Shared& s, int size, u64 bound) {
         slot[i] = keep ? kept + __popc(keepers & ((1u << lane_id()) - 1)) : -1;
         kept += __popc(keepers);
     }
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < CAPACITY / WARP; ++i)
         if (slot[i] >= 0) list[slot[i]] = key[i];
