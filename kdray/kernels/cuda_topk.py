@@ -25,7 +25,11 @@ NO_ID = 2**31 - 1
 
 COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
 DTYPES = (torch.bfloat16, torch.float32)
-BLOCKS_A_PROCESSOR = 3  # blocks that keep every multiprocessor busy when rows are few
+# Blocks that keep a multiprocessor busy, by an H200 at V = 163,840: with up to 3/4 row for each of
+# them, and with more.
+FEW_ROWS = 0.75
+BLOCKS_A_PROCESSOR = 3
+MORE_BLOCKS_A_PROCESSOR = 4.25
 MAX_SHARED_ROWS = 1024  # blocks share rows up to this many; more keep the device busy undivided
 MAX_KEYS = 1 << 18  # of the workspace
 
@@ -121,9 +125,7 @@ class CudaTopk:
         more: tuple[int, ...],
     ) -> None:
         vocab = rows.shape[1]
-        resident = self._processors * int(self._defines(k, rows.dtype)["BLOCKS_PER_SM"])
-        busy = self._processors * BLOCKS_A_PROCESSOR
-        deal = deal_segments(len(rows), _segments(vocab), _compiled_k(k), busy, resident, run)
+        deal = deal_segments(len(rows), _segments(vocab), _compiled_k(k), self._processors, run)
         work = (self._ticket, self._keys, self._units)
         sizes = (np.int64(rows.stride(0)), len(rows), vocab, deal.pitch, deal.run, k)
         kernel = self._kernel(entry, k, rows.dtype)
@@ -138,26 +140,29 @@ class CudaTopk:
 
 
 def deal_segments(
-    rows: int, segments: int, keys: int, busy: int, resident: int, run: int | None = None
+    rows: int, segments: int, keys: int, processors: int, run: int | None = None
 ) -> Deal:
-    """Few rows: `busy` blocks or less, none of them in two rows. Else one for each of the
-    `resident` places, dealt evenly: a block may end one row and start another.
+    """How many blocks share a row; by default no block works on two rows.
 
     segments   of a row
     keys       that a block keeps of a row
-    run        the segments of a block, if they are prescribed
+    run        the segments of a block, where they are prescribed: then a block may end one row and
+               start another. Measured, that evens out the load and is slower all the same, as every
+               piece of a row pays for a first bound and a last ranking.
     """
     if rows > MAX_SHARED_ROWS:
         return Deal(pitch=segments, run=segments, blocks=rows)
     pieces = min(MAX_PIECES, MAX_PIECE_KEYS // keys)
-    sharers = min(pieces, segments, busy // rows)
-    if run is None and sharers > 1:
+    if run is None:
+        few = rows <= FEW_ROWS * processors
+        wanted = int(processors * (BLOCKS_A_PROCESSOR if few else MORE_BLOCKS_A_PROCESSOR))
+        sharers = max(1, min(pieces, segments, wanted // rows, MAX_KEYS // keys // rows - 1))
         run = -(-segments // sharers)
         blocks = -(-segments // run)
         return Deal(pitch=blocks * run, run=run, blocks=rows * blocks)
     total = rows * segments
     run = max(
-        -(-total // resident) if run is None else run,
+        run,
         -(-(segments - 1) // (pieces - 1)),  # a row that starts within a block has one piece more
         -(-total // (MAX_KEYS // keys - rows)),
     )

@@ -22,8 +22,10 @@ CELL_BYTES = 8
 class Function:
     """One entry point; launched from one thread at a time."""
 
-    def __init__(self, pointer: int) -> None:
+    def __init__(self, pointer: int, device: int) -> None:
+        """pointer: the CUfunction's; device: the number of the GPU it is loaded on."""
         self._pointer = pointer
+        self._device = device
         self._configs: dict[tuple[bool, bool], Any] = {}
 
     def enqueue(
@@ -56,9 +58,23 @@ class Function:
         start = ctypes.addressof(values)
         places = range(start, start + CELL_BYTES * len(cells), CELL_BYTES)
         pointers = (ctypes.c_uint64 * len(cells))(*places)
-        (status,) = driver.cuLaunchKernelEx(config, self._pointer, ctypes.addressof(pointers), 0)
+        where = ctypes.addressof(pointers)
+        (status,) = driver.cuLaunchKernelEx(config, self._pointer, where, 0)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            self._enter_context()
+            (status,) = driver.cuLaunchKernelEx(config, self._pointer, where, 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"the launch failed: {status.name}, grid {grid}, block {block}")
+
+    def _enter_context(self) -> None:
+        """Make the device's context current; a thread that never asked CUDA for anything has none."""
+        from cuda.bindings import driver
+
+        status, context = driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device))
+        if status == driver.CUresult.CUDA_SUCCESS:
+            (status,) = driver.cuCtxSetCurrent(context)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"GPU {self._device} has no context: {status.name}")
 
 
 def _config(overlap: bool, cooperative: bool) -> Any:

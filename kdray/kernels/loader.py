@@ -34,7 +34,7 @@ class Kernel:
 
     def __init__(self, entry: Any, device: torch.device) -> None:
         self._entry = entry  # cupy.RawKernel
-        self._function = Function(entry.kernel.ptr)
+        self._function = Function(entry.kernel.ptr, device.index)
         self._device = device
         self._granted = 0
 
