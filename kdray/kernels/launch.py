@@ -67,7 +67,7 @@ class Function:
             raise KernelError(f"the launch failed: {status.name}, grid {grid}, block {block}")
 
     def _enter_context(self) -> None:
-        """Make the device's context current; a thread that never asked CUDA for anything has none."""
+        """Make the device's context current; a thread new to CUDA has none."""
         from cuda.bindings import driver
 
         status, context = driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device))
