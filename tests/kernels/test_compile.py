@@ -18,7 +18,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("topk_logprob", "K=64"): 80,  # 3 blocks of 256
     ("topk_partial", "K=64"): 80,
     ("commit_kv", ""): 96,  # 8 independent moves in flight
-    ("commit_paths", ""): 96,
+    ("commit_paths", ""): 104,
     ("build_tree_pop_32", ""): 96,  # one small block a request, its frontier in registers
     ("build_tree_pop_64", ""): 96,
     ("build_tree_pop_128", ""): 96,
