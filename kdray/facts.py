@@ -1,0 +1,126 @@
+"""From what a config wishes to the facts of an engine on this machine: files and every size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kdray import demo
+from kdray.config import EngineConfig
+from kdray.errors import ConfigError
+from kdray.model.config import ModelConfig
+from kdray.verifier.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the wishes of a config came to on this machine with this model."""
+
+    name: str
+    target: Path
+    drafter: Path | None
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    max_model_len: int
+    num_pages: int
+
+
+def resolve(config: EngineConfig) -> EngineFacts:
+    """Find the model's files and fix every size. Takes no memory.
+
+    Raises ConfigError or CheckpointError.
+    """
+    target, drafter = _folders(config)
+    model = ModelConfig.from_folder(target)
+    device = _device(config)
+    dtype = _dtype(config, device)
+    max_model_len = _max_model_len(config, model)
+    return EngineFacts(
+        name=config.model if config.model == "demo" else target.name,
+        target=target,
+        drafter=drafter,
+        model=model,
+        device=device,
+        dtype=dtype,
+        threads=config.threads or _threads(config.tp),
+        max_model_len=max_model_len,
+        num_pages=config.num_pages or _num_pages(config, model, dtype, max_model_len),
+    )
+
+
+def _folders(config: EngineConfig) -> tuple[Path, Path | None]:
+    target = demo.target_path() if config.model == "demo" else Path(config.model)
+    if not target.is_dir():
+        raise ConfigError(
+            f"model must be 'demo' or the folder of a downloaded model; {config.model!r} is neither"
+        )
+    if config.drafter == "none" or config.mode == "plain":
+        return target, None
+    if config.drafter == "auto":
+        return target, demo.drafter_path() if config.model == "demo" else None
+    drafter = demo.drafter_path() if config.drafter == "demo" else Path(config.drafter)
+    if not drafter.is_dir():
+        raise ConfigError(
+            f"drafter must be 'auto', 'none' or a DFlash folder; {config.drafter!r} is neither"
+        )
+    return target, drafter
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but torch sees no GPU; use 'cpu' or 'auto'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _threads(tp: int) -> int:
+    """torch threads of a rank on a CPU: one core stays free for Ray, the endpoint and the client.
+
+    A thread too many costs far more than one too few: threads that spin for work they cannot get
+    turned a 5 ms step into one of 100 ms on two busy cores. Small models gain nothing from more
+    than four.
+    """
+    cores = os.cpu_count() or 1
+    return max(1, min(4, (cores - 1) // tp))
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position_embeddings
+    if config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model's "
+            f"{model.max_position_embeddings} positions"
+        )
+    return config.max_model_len
+
+
+def _num_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
+) -> int:
+    """Pages for max_requests of the longest kind, or as many as the memory allows."""
+    wanted = config.max_requests * -(-(max_model_len + config.budget) // config.page_size)
+    page_bytes = KVCache.bytes_per_page(
+        num_layers=model.num_hidden_layers,
+        page_size=config.page_size,
+        width=model.kv_width,
+        dtype=dtype,
+    )
+    affordable = config.kv_memory_bytes // page_bytes
+    if affordable < 1:
+        raise ConfigError(
+            f"kv_memory_bytes {config.kv_memory_bytes} holds no page of {page_bytes} bytes"
+        )
+    return min(wanted, affordable)
