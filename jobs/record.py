@@ -111,12 +111,17 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that ran, with a + where the tree was changed; "unknown" outside a checkout."""
+    """The commit that ran, with a + where the tree was changed; "unknown" outside a checkout.
+
+    $KDRAY_COMMIT goes first: for a copy of the files whose history stayed behind.
+    """
+    if told := os.environ.get("KDRAY_COMMIT"):
+        return told
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--", "kdray", "jobs") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("KDRAY_COMMIT", "unknown")
+        return "unknown"
 
 
 def _git(*words: str) -> str:

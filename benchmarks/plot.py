@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Draws the plots of the docs from the results files, and from nothing else.
+
+pip install -e '.[plots]' && python benchmarks/plot.py      # writes benchmarks/plots/*.svg
+
+Reads benchmarks/results/round-HARDWARE.json (jobs/bench_round.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PLOTS = HERE / "results", HERE / "plots"
+VERBS = ("draft", "build", "verify", "accept", "commit")
+MODELS = {"demo": "demo model", "random": "Kimi-shaped, 12 layers, random weights"}
+# Okabe and Ito's palette: told apart by readers of any colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="h200")
+    arguments = parser.parse_args(argv)
+    path = RESULTS / f"round-{arguments.hardware}.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in record["rows"] if row["params"]["graphs"]]
+    plt.rcParams.update({
+        "svg.hashsalt": "kdray", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
+    })  # fmt: skip
+    PLOTS.mkdir(exist_ok=True)
+    source = f"{record['hardware']['gpu']}, commit {record['commit']}"
+    save(accept_lengths(rows), f"accept-length-{arguments.hardware}", source)
+    save(throughput(rows), f"throughput-{arguments.hardware}", source)
+    save(verbs(rows), f"verbs-{arguments.hardware}", source)
+    return 0
+
+
+def accept_lengths(rows: Sequence[Row]) -> plt.Figure:
+    """Accept length by draft nodes, demo model, smallest batch."""
+    figure, axes = plt.subplots(figsize=(4.2, 3))
+    own = [row for row in rows if row["params"]["model"] == "demo"]
+    batch = min(row["params"]["batch"] for row in own)
+    for mode in ("chain", "tree"):
+        points = sorted(
+            (row["params"]["budget"], row["metrics"]["accept_length"])
+            for row in own
+            if row["params"]["mode"] == mode and row["params"]["batch"] == batch
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=mode)
+    axes.set(xlabel="draft nodes", ylabel="accept length", title=f"demo model, batch {batch}")
+    axes.set_ylim(bottom=1)
+    axes.legend(frameon=False)
+    return figure
+
+
+def throughput(rows: Sequence[Row]) -> plt.Figure:
+    """Tokens a second by batch, a line a way of decoding."""
+    models = [m for m in MODELS if any(row["params"]["model"] == m for row in rows)]
+    figure, all_axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False)
+    for axes, model in zip(all_axes[0], models, strict=True):
+        own = [row for row in rows if row["params"]["model"] == model]
+        ways = sorted({(row["params"]["mode"], row["params"]["budget"]) for row in own}, key=order)
+        for way in ways:
+            points = sorted(
+                (row["params"]["batch"], row["metrics"]["tokens_per_s"])
+                for row in own
+                if (row["params"]["mode"], row["params"]["budget"]) == way
+            )
+            axes.plot(*zip(*points, strict=True), marker="o", label=name_of(way))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(sorted({row["params"]["batch"] for row in own}))
+        axes.set(xlabel="requests", ylabel="tokens/s", title=MODELS[model])
+        axes.legend(frameon=False)
+    return figure
+
+
+def verbs(rows: Sequence[Row]) -> plt.Figure:
+    """Milliseconds a step by verb, stacked."""
+    models = [m for m in MODELS if any(row["params"]["model"] == m for row in rows)]
+    figure, all_axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.6), squeeze=False)
+    for axes, model in zip(all_axes[0], models, strict=True):
+        own = sorted(
+            (row for row in rows if row["params"]["model"] == model),
+            key=lambda row: (row["params"]["batch"], order(way_of(row))),
+        )
+        names = [f"{name_of(way_of(row))} x{row['params']['batch']}" for row in own]
+        below = [0.0] * len(own)
+        for verb in VERBS:
+            heights = [row["metrics"][f"{verb}_ms"] for row in own]
+            axes.bar(names, heights, bottom=below, label=verb)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        axes.tick_params(axis="x", rotation=90)
+        axes.set(ylabel="ms a step", title=MODELS[model])
+        axes.legend(frameon=False)
+    return figure
+
+
+def way_of(row: Row) -> tuple[str, int]:
+    return row["params"]["mode"], row["params"]["budget"]
+
+
+def order(way: tuple[str, int]) -> tuple[int, int]:
+    return ("plain", "chain", "tree").index(way[0]), way[1]
+
+
+def name_of(way: tuple[str, int]) -> str:
+    return "plain" if way[0] == "plain" else f"{way[0]} of {way[1]}"
+
+
+def save(figure: plt.Figure, name: str, source: str) -> None:
+    figure.text(0.99, 0.005, source, ha="right", fontsize=6, color="#666666")
+    figure.tight_layout()
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
