@@ -103,6 +103,29 @@ def tree_table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def round_table(record: Record) -> str:
+    """The demo model's tokens/s by way of decoding and batch, in graphs and from the host."""
+    rows = {
+        (p["graphs"], p["mode"], p["budget"], p["batch"]): row["metrics"]
+        for row in record["rows"]
+        if (p := row["params"])["model"] == "demo"
+    }
+    batches = sorted({batch for _, _, _, batch in rows})
+    ways = sorted({key[:3] for key in rows}, key=lambda key: (-key[0], _way_order(key[1:])))
+    lines = [
+        f"Demo model, greedy, bf16, {hardware(record)}, whole steps (`jobs/bench_round.py`):",
+        "",
+        "| | accept length | " + " | ".join(f"tokens/s, batch {batch}" for batch in batches) + " |",
+        "|---|---|" + "---|" * len(batches),
+    ]
+    for graphs, mode, budget in ways:
+        own = [rows[graphs, mode, budget, batch] for batch in batches]
+        name = _way_name(mode, budget) + ("" if graphs else ", without graphs")
+        speeds = " | ".join(f"{metrics['tokens_per_s']:,.0f}" for metrics in own)
+        lines.append(f"| {name} | {own[0]['accept_length']:.2f} | {speeds} |")
+    return "\n".join(lines) + "\n"
+
+
 def hardware(record: Record) -> str:
     facts = record["hardware"]
     if facts["gpus"]:
@@ -126,6 +149,7 @@ def _way_name(mode: str, budget: int) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "decode-cpu": decode_table,
     "tree_build-h200": tree_table,
+    "round-h200": round_table,
 }
 
 if __name__ == "__main__":
