@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from kdray.kernels import cuda_fused, cuda_sampling, cuda_topk, cuda_trees
+from kdray.kernels import cuda_attention, cuda_fused, cuda_sampling, cuda_topk, cuda_trees
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 from tests.kernels.fused_cases import RULES
@@ -25,7 +25,10 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("rms_norm", "WIDTH=16384"): 128,  # the widest that are taken, all in registers
     ("rope_cache", "LATENT_DIM=1024"): 96,
     ("route_experts", "NUM_EXPERTS=1024"): 128,
+    ("verify_attention", ""): 255,  # one block of 256: queries and results stay in registers
+    ("verify_attention_fp32", ""): 128,
 }
+ATTENTION_DIMS = ((512, 64), (64, 16), (128, 32))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
@@ -47,6 +50,7 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     ],
     "swiglu": [cuda_fused.swiglu_defines(dtype) for dtype in cuda_fused.DTYPES],
     "route_experts": [cuda_fused.routing_defines(*router) for router in RULES.values()],
+    "verify_attention": [cuda_attention.defines(*dims) for dims in ATTENTION_DIMS],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
@@ -89,6 +93,12 @@ def test_tree_designs_fit_with_their_dynamic_memory() -> None:
     for design in cuda_trees.DESIGNS:
         usage = compiled("build_tree", ARCHS[0], design.defines).entries[design.entry]
         assert usage.shared_bytes + design.shared_bytes <= MAX_BLOCK_BYTES, design
+
+
+@pytest.mark.parametrize("dims", ATTENTION_DIMS, ids=str)
+def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
+    for dtype in cuda_attention.ENTRIES:  # that a block needs no more, the source asserts
+        assert cuda_attention.shared_bytes(dtype, *dims) <= MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", SOURCES)

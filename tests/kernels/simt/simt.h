@@ -1,12 +1,15 @@
 // CUDA on one CPU core, for tests: a kernel's own source, compiled by g++ with this file in front.
 //
-// Every thread of a block is a fiber; blocks run one after another. Warp collectives are rendezvous:
+// Every thread of a block is a fiber; blocks run one after another, save that a block which waits for
+// others (as those of a cooperative launch may) is set aside for them. Warp collectives are rendezvous:
 // all lanes named in the mask must meet at the same operation, or the program stops with a message.
 // __syncthreads is a rendezvous of all threads that have not returned. Between two such points the
 // fibers run in an order drawn from a seed, and a fiber may be set aside at any shared-memory
 // helper, so that a missing barrier shows as a wrong result. Shared memory is poisoned before each
 // block. What this cannot show: races within one instruction stream of hardware, memory-model
 // faults, time.
+//
+// Matrix products are emulated from the documented fragments; their sums' order is this file's own.
 //
 // Not covered, as no kernel here needs it: partial masks, cooperative groups, textures, streams.
 #pragma once
@@ -71,15 +74,23 @@ namespace simt {
 
 constexpr size_t SHARED_LIMIT = 99 * 1024;
 constexpr size_t STACK_BYTES = 64 * 1024;
-alignas(16) inline unsigned char dynamic_shared[SHARED_LIMIT + 64];
+alignas(128) inline unsigned char dynamic_shared[SHARED_LIMIT + 64];
 
-enum class Wait { none, warp, block, done };
+enum class Wait { none, warp, block, barrier, others, done };
 
 struct Copy {
     void* to;
-    const void* from;
+    const void* from;  // null: zeros
     size_t bytes;
 };
+
+inline void land(const Copy& copy)
+{
+    if (copy.from == nullptr)
+        std::memset(copy.to, 0, copy.bytes);
+    else
+        std::memcpy(copy.to, copy.from, copy.bytes);
+}
 
 struct Fiber {
     ucontext_t context;
@@ -93,8 +104,24 @@ struct Fiber {
     std::vector<Copy> copies;
 };
 
+// Copies that a thread has started, and the barrier it arrives at when they have landed.
+struct Flight {
+    unsigned barrier;
+    std::vector<Copy> copies;
+};
+
+// A block that has been set aside.
+struct Block {
+    dim3 index;
+    std::vector<Fiber> fibers;
+    std::vector<Flight> flights;
+    std::vector<unsigned char> memory;
+};
+
 struct Machine {
     std::vector<Fiber> fibers;
+    std::vector<Flight> flights;
+    long idle_spins = 0;
     ucontext_t scheduler;
     int current = -1;
     std::mt19937 random;
@@ -151,6 +178,93 @@ inline uint64_t block_rendezvous(const char* operation, uint64_t value)
     return me().received;
 }
 
+inline float from_bf16(unsigned bits)
+{
+    const uint32_t wide = bits << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+// To nearest, ties to even.
+inline unsigned round_to_bf16(float value)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// What a lane brings to a meeting over 8 x 8 matrices of 16-bit numbers, and takes away.
+struct Matrices {
+    unsigned char* row;  // of shared memory
+    uint32_t* m;
+};
+
+struct Product {
+    float* c;
+    uint32_t a[4];
+    uint32_t b[2];
+};
+
+inline void load_lane(Fiber* lanes, int lane, bool transposed)
+{
+    uint32_t* const to = ((const Matrices*)lanes[lane].given)->m;
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+        uint16_t pair[2];
+        for (int k = 0; k < 2; ++k) {
+            const int row = transposed ? 2 * t + k : g, column = transposed ? g : 2 * t + k;
+            const auto* from = ((const Matrices*)lanes[8 * i + row].given)->row;
+            std::memcpy(&pair[k], from + 2 * column, 2);
+        }
+        std::memcpy(&to[i], pair, sizeof pair);
+    }
+}
+
+inline void store_lane_transposed(Fiber* lanes, int lane)
+{
+    const uint32_t* const from = ((const Matrices*)lanes[lane].given)->m;
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < 2; ++k) {
+            const auto number = (uint16_t)(from[i] >> 16 * k);
+            std::memcpy(((const Matrices*)lanes[8 * i + 2 * t + k].given)->row + 2 * g, &number, 2);
+        }
+}
+
+// c += a b of m16n8k16: products are exact, sums float32 in the order of k.
+inline void multiply_lane(Fiber* lanes, int lane)
+{
+    const auto at = [&](int owner) { return (const Product*)lanes[owner].given; };
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        float& sum = at(lane)->c[i];
+        for (int k = 0; k < 16; ++k) {
+            const uint32_t a = at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2];
+            const uint32_t b = at(column * 4 + k % 8 / 2)->b[k / 8];
+            sum += from_bf16(a >> k % 2 * 16 & 0xffff) * from_bf16(b >> k % 2 * 16 & 0xffff);
+        }
+    }
+}
+
+// True where the meeting was one over matrices; a lane's part of it is done.
+inline bool serve_matrices(std::string_view op, Fiber* lanes, int count, int lane)
+{
+    const bool ours = op == "multiply" || op == "load" || op == "load_transposed" ||
+                      op == "store_transposed";
+    if (!ours) return false;
+    if (count != 32) fail("a warp is not full", lanes[0].operation);
+    if (op == "multiply")
+        multiply_lane(lanes, lane);
+    else if (op == "store_transposed")
+        store_lane_transposed(lanes, lane);
+    else
+        load_lane(lanes, lane, op == "load_transposed");
+    return true;
+}
+
 // What the lanes of a full meeting receive.
 inline void serve_warp(Fiber* lanes, int count)
 {
@@ -183,7 +297,7 @@ inline void serve_warp(Fiber* lanes, int count)
             uint64_t same = 0;
             for (int k = 0; k < count; ++k) same |= (uint64_t)(given[k] == given[i]) << k;
             lane.received = same;
-        } else if (op == "syncwarp") {
+        } else if (op == "syncwarp" || serve_matrices(op, lanes, count, i)) {
             lane.received = 0;
         } else {
             const bool is_signed = op.front() == 's';
@@ -262,12 +376,14 @@ inline void fiber_main()
     swapcontext(&me().context, &machine.scheduler);
 }
 
-inline void run_block(int threads)
+inline void start_block(int threads)
 {
     std::memset(dynamic_shared, 0xA5, sizeof dynamic_shared);
     if (__start_simt_shared != nullptr)
         std::memset(__start_simt_shared, 0xA5, __stop_simt_shared - __start_simt_shared);
     machine.fibers.resize(threads);
+    machine.flights.clear();
+    machine.idle_spins = 0;
     for (int t = 0; t < threads; ++t) {
         Fiber& fiber = machine.fibers[t];
         fiber.stack.resize(STACK_BYTES);
@@ -279,18 +395,41 @@ inline void run_block(int threads)
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, fiber_main, 0);
     }
+}
+
+// Lets the fibers that wait so look again; true where there are any.
+inline bool wake(Wait kind)
+{
+    bool any = false;
+    for (Fiber& fiber : machine.fibers) {
+        if (fiber.wait != kind) continue;
+        fiber.wait = Wait::none;
+        any = true;
+    }
+    return any;
+}
+
+// True when the block has ended, false when it waits for other blocks.
+inline bool run_block()
+{
     std::vector<int> ready;
     for (;;) {
         ready.clear();
         bool alive = false;
-        for (int t = 0; t < threads; ++t) {
+        for (int t = 0; t < (int)machine.fibers.size(); ++t) {
             alive |= machine.fibers[t].wait != Wait::done;
             if (machine.fibers[t].wait == Wait::none) ready.push_back(t);
         }
-        if (!alive) return;
+        if (!alive) return true;
         if (ready.empty()) {
-            if (serve_warps() || serve_block()) continue;
-            for (Fiber& fiber : machine.fibers)
+            if (serve_warps() || serve_block()) {
+                machine.idle_spins = 0;
+                continue;
+            }
+            if (++machine.idle_spins < 10000 && wake(Wait::barrier)) continue;
+            for (const Fiber& fiber : machine.fibers)
+                if (fiber.wait == Wait::others) return false;
+            for (const Fiber& fiber : machine.fibers)
                 if (fiber.wait != Wait::done) fail("not all threads arrive", fiber.operation);
         }
         std::shuffle(ready.begin(), ready.end(), machine.random);
@@ -299,6 +438,53 @@ inline void run_block(int threads)
             swapcontext(&machine.scheduler, &machine.fibers[thread].context);
         }
     }
+}
+
+inline void set_aside(Block& block)
+{
+    block.index = blockIdx;
+    block.fibers.swap(machine.fibers);
+    block.flights.swap(machine.flights);
+    const size_t fixed = __start_simt_shared == nullptr ? 0 : __stop_simt_shared - __start_simt_shared;
+    block.memory.resize(sizeof dynamic_shared + fixed);
+    std::memcpy(block.memory.data(), dynamic_shared, sizeof dynamic_shared);
+    if (fixed) std::memcpy(&block.memory[sizeof dynamic_shared], __start_simt_shared, fixed);
+}
+
+inline void take_up(Block& block)
+{
+    blockIdx = block.index;
+    block.fibers.swap(machine.fibers);
+    block.flights.swap(machine.flights);
+    const size_t fixed = block.memory.size() - sizeof dynamic_shared;
+    std::memcpy(dynamic_shared, block.memory.data(), sizeof dynamic_shared);
+    if (fixed) std::memcpy(__start_simt_shared, &block.memory[sizeof dynamic_shared], fixed);
+    wake(Wait::others);
+    machine.idle_spins = 0;
+}
+
+// Runs the blocks that wait for one another by turns, in any order.
+inline void run_waiting(std::vector<Block>& waiting)
+{
+    for (int round = 0; !waiting.empty(); ++round) {
+        if (round == 10000) fail("blocks wait for one another", "wait_for_other_blocks");
+        std::shuffle(waiting.begin(), waiting.end(), machine.random);
+        std::vector<Block> still;
+        for (Block& block : waiting) {
+            take_up(block);
+            if (run_block()) continue;
+            still.emplace_back();
+            set_aside(still.back());
+        }
+        waiting.swap(still);
+    }
+}
+
+inline void wait_for_other_blocks()
+{
+    me().wait = Wait::others;
+    me().operation = "wait_for_other_blocks";
+    yield_to_scheduler();
 }
 
 // Shared memory by address, bounds checked; a fiber may lose its turn here.
@@ -333,8 +519,97 @@ inline void copy_later(void* to, const void* from, size_t bytes)
 
 inline void copy_wait()
 {
-    for (const Copy& copy : me().copies) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const Copy& copy : me().copies) land(copy);
     me().copies.clear();
+}
+
+// A barrier in 8 bytes of shared memory.
+struct Barrier {
+    uint16_t expected;
+    uint16_t missing;
+    uint32_t phase;
+};
+
+inline Barrier& barrier_at(unsigned address) { return *(Barrier*)shared_pointer(address, 8); }
+
+inline void barrier_init(unsigned address, int count)
+{
+    barrier_at(address) = {(uint16_t)count, (uint16_t)count, 0};
+}
+
+inline void barrier_close(unsigned address)
+{
+    const Barrier& barrier = barrier_at(address);
+    if (barrier.missing != barrier.expected) fail("a barrier is closed in a phase", "barrier_close");
+}
+
+inline void barrier_arrive(unsigned address)
+{
+    Barrier& barrier = barrier_at(address);
+    if (barrier.missing == 0) fail("too many arrive", "barrier_arrive");
+    machine.idle_spins = 0;
+    if (--barrier.missing == 0) {
+        barrier.missing = barrier.expected;
+        ++barrier.phase;
+    }
+}
+
+inline void barrier_arrive_after_copies(unsigned address)
+{
+    machine.flights.push_back({address, std::move(me().copies)});
+    me().copies.clear();
+}
+
+// Copies land when somebody waits for them, as late as they may.
+inline void land_flights(unsigned address)
+{
+    std::vector<Flight> others, landed;
+    for (Flight& flight : machine.flights)
+        (flight.barrier == address ? landed : others).push_back(std::move(flight));
+    machine.flights.swap(others);
+    for (const Flight& flight : landed) {
+        for (const Copy& copy : flight.copies) land(copy);
+        barrier_arrive(address);
+    }
+}
+
+inline void barrier_wait(unsigned address, int parity)
+{
+    while ((barrier_at(address).phase & 1) == (unsigned)parity) {
+        land_flights(address);
+        if ((barrier_at(address).phase & 1) != (unsigned)parity) break;
+        me().wait = Wait::barrier;
+        me().operation = "barrier_wait";
+        yield_to_scheduler();
+    }
+}
+
+inline void load_matrices(uint32_t (&m)[4], unsigned row, bool transposed)
+{
+    Matrices mine = {(unsigned char*)shared_pointer(row, 16), m};
+    rendezvous(transposed ? "load_transposed" : "load", 0xffffffffu, (uint64_t)&mine);
+}
+
+// Lanes 0 .. 15 give addresses; the others' are not looked at.
+inline void store_matrices_transposed(unsigned row, uint32_t m0, uint32_t m1)
+{
+    uint32_t m[2] = {m0, m1};
+    auto* const at = machine.current % 32 < 16 ? (unsigned char*)shared_pointer(row, 16) : nullptr;
+    Matrices mine = {at, m};
+    rendezvous("store_transposed", 0xffffffffu, (uint64_t)&mine);
+}
+
+struct PairA {
+    uint32_t v[4];
+};
+struct PairB {
+    uint32_t v[2];
+};
+
+inline void multiply_add_bf16(float (&c)[4], PairA a, PairB b)
+{
+    Product mine = {c, {a.v[0], a.v[1], a.v[2], a.v[3]}, {b.v[0], b.v[1]}};
+    rendezvous("multiply", 0xffffffffu, (uint64_t)&mine);
 }
 
 template <class... A, size_t... I>
@@ -360,10 +635,15 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, const 
         call(own.kernel, own.arguments, std::index_sequence_for<A...>{});
     };
     const unsigned blocks = grid[0] * grid[1] * grid[2];
+    std::vector<Block> waiting;
     for (unsigned b = 0; b < blocks; ++b) {
         blockIdx = {b % grid[0], b / grid[0] % grid[1], b / (grid[0] * grid[1])};
-        run_block((int)(block[0] * block[1] * block[2]));
+        start_block((int)(block[0] * block[1] * block[2]));
+        if (run_block()) continue;
+        waiting.emplace_back();
+        set_aside(waiting.back());
     }
+    run_waiting(waiting);
 }
 
 template <class T>

@@ -1,0 +1,32 @@
+"""How many blocks verify_attention is launched with, and how little work one is worth.
+
+Both are fixed for a bucket of (requests, packed rows a request), so that a captured launch is right
+for any contexts; how many of the blocks work is decided on the device, by the lengths of the step.
+The rows below are measured: jobs/tune_attention.py writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_LEAST_COST = 40
+
+# (requests at most, packed rows a request at most, least cost); the first that holds is taken.
+ROWS: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """blocks: of the grid, all resident; least_cost: of a block's share, in verify_attention.cu's
+    units (a step of 16 keys by 64 rows is 10)."""
+
+    blocks: int
+    least_cost: int
+
+
+def plan_for(processors: int, requests: int, packed_rows: int) -> AttentionPlan:
+    """One block a multiprocessor, and the table's least cost for the launch's bucket."""
+    for most_requests, most_rows, least_cost in ROWS:
+        if requests <= most_requests and packed_rows <= most_rows:
+            return AttentionPlan(processors, least_cost)
+    return AttentionPlan(processors, DEFAULT_LEAST_COST)

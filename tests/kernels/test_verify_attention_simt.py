@@ -1,0 +1,161 @@
+"""verify_attention.cu's own source, thread by thread on the CPU, against float64.
+
+Matrix products are emulated from the documented fragments; all else is the kernel's own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdray.kernels.attention_table import AttentionPlan
+from kdray.kernels.cuda_attention import CudaAttention
+from kdray.kernels.ops import DeviceAttentionBatch
+from kdray.kernels.reference import ReferenceOps
+from tests.kernels.attention_cases import (
+    CHAIN,
+    STAR,
+    Case,
+    Part,
+    difference,
+    expected,
+    make_case,
+)
+from tests.kernels.simt_loader import simt_loader
+
+SCALE = 0.3
+# Relative, of a row: weights in bf16, half a unit of 8 bits each, and one more rounding at the end.
+BOUND = {torch.bfloat16: 2.0**-7, torch.float32: 2e-5}
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def attend(case: Case, latent: int, *, blocks: int = 1, least: int = 1, seed: int = 0) -> Tensor:
+    attention = CudaAttention(simt_loader(seed), plan=AttentionPlan(blocks, least))
+    out = torch.full((*case.query.shape[:2], latent), torch.nan, dtype=case.query.dtype)
+    attention.attend(out, case.query, case.cache, case.rows(), SCALE)
+    return out
+
+
+def check(
+    parts: Sequence[Part],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    heads: int = 8,
+    latent: int = 64,
+    rope: int = 16,
+    page_size: int = 16,
+    blocks: int = 1,
+    size: float = 1.0,
+    seed: int = 0,
+) -> None:
+    case = make_case(
+        parts, heads=heads, latent=latent, rope=rope, page_size=page_size, dtype=dtype, size=size
+    )
+    out = attend(case, latent, blocks=blocks, seed=seed)
+    assert difference(out, expected(case, SCALE, latent)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nodes", [1, 2, 8, 9, 10, 17, 33, 65])
+def test_trees_of_every_size(nodes: int, dtype: torch.dtype) -> None:
+    check([Part(cached=37, nodes=nodes)], dtype, blocks=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cached", [0, 1, 14, 15, 16, 17, 31, 47, 100])
+def test_contexts_that_end_anywhere(cached: int, dtype: torch.dtype) -> None:
+    check([Part(cached, nodes=3), Part(cached, nodes=9, shape=CHAIN)], dtype, heads=3)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64])
+def test_page_sizes(page_size: int) -> None:
+    for dtype in DTYPES:
+        check([Part(70, nodes=9), Part(33, nodes=2)], dtype, page_size=page_size, blocks=3)
+
+
+@pytest.mark.parametrize("blocks", range(1, 8))
+def test_any_grid(blocks: int) -> None:
+    """Short beside long, so that blocks share the long one's tiles."""
+    for dtype in DTYPES:
+        check([Part(0), Part(400, nodes=9), Part(3, nodes=2)], dtype, blocks=blocks, seed=blocks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_rows_padding_and_requests_that_take_no_part(dtype: torch.dtype) -> None:
+    parts = [
+        Part(0, known=0, padding=3),
+        Part(20, known=18),
+        Part(5, known=4, nodes=7, padding=2),
+        Part(90, known=0),
+        Part(0, known=33, nodes=2),
+    ]
+    check(parts, dtype, heads=3, blocks=4)
+
+
+def test_a_mask_of_several_words() -> None:
+    check([Part(10, nodes=70, shape=STAR), Part(0, nodes=40)], heads=2, blocks=3)
+
+
+@pytest.mark.parametrize("size", [0.0, 6.0, 30.0])
+def test_flat_and_peaky_scores(size: float) -> None:
+    """Large scores make maxima grow along the keys, so that sums are rescaled."""
+    check([Part(150, nodes=9), Part(40)], blocks=2, size=size)
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(128, 32), (512, 64)])
+def test_other_dimensions(latent: int, rope: int) -> None:
+    check([Part(60, nodes=9), Part(0)], latent=latent, rope=rope, blocks=3)
+    check([Part(30, nodes=2)], torch.float32, latent=latent, rope=rope, blocks=2)
+
+
+def test_many_requests_and_no_work_for_most_blocks() -> None:
+    parts = [Part(i % 5, known=i % 3) for i in range(300)]
+    check(parts, torch.float32, heads=1, blocks=7)
+
+
+def test_queries_with_strides_of_their_own() -> None:
+    case = make_case(
+        [Part(30, nodes=4)], heads=3, latent=64, rope=16, page_size=16, dtype=torch.bfloat16
+    )
+    wide = torch.full((4, 5, 96), torch.nan, dtype=torch.bfloat16)
+    wide[:, 1:4, 8:88] = case.query
+    moved = Case(wide[:, 1:4, 8:88], case.cache, case.batch, case.parts)
+    assert torch.equal(attend(moved, 64, blocks=2), attend(case, 64, blocks=2))
+
+
+def test_the_order_of_threads_does_not_show() -> None:
+    parts = [Part(100, nodes=9), Part(7, nodes=12)]
+    case = make_case(parts, heads=8, latent=64, rope=16, page_size=16, dtype=torch.bfloat16)
+    first = attend(case, 64, blocks=4, seed=0)
+    assert all(torch.equal(attend(case, 64, blocks=4, seed=seed), first) for seed in range(1, 5))
+
+
+def test_tickets_are_ready_for_the_next_launch() -> None:
+    case = make_case(
+        [Part(200, nodes=9)], heads=8, latent=64, rope=16, page_size=16, dtype=torch.bfloat16
+    )
+    attention = CudaAttention(simt_loader(), plan=AttentionPlan(5, 11))
+    first, second = (
+        attention.verify_attention(case.query, case.cache, case.batch, SCALE, 64) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_a_batch_of_the_device_equals_the_reference() -> None:
+    parts = [Part(20, nodes=5, padding=4), Part(3, nodes=9), Part(33, nodes=1, padding=8)]
+    case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.float32)
+    batch = DeviceAttentionBatch(
+        num_cached=torch.tensor([20, 3, 33], dtype=torch.int32),
+        num_nodes=torch.tensor([5, 9, 1], dtype=torch.int32),
+        page_table=case.batch.page_table.clamp_min(0),
+        page_size=16,
+        mask=case.batch.mask,
+    )
+    cache = case.cache.nan_to_num(0.0)  # the reference reads every page
+    args = (case.query, cache, batch, SCALE, 64)
+    found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
+    wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
