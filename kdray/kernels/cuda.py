@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
-from kdray.kernels import cuda_accept, cuda_commit, cuda_sampling, cuda_topk, cuda_trees
+from kdray.kernels import (
+    cuda_accept,
+    cuda_attention,
+    cuda_commit,
+    cuda_sampling,
+    cuda_topk,
+    cuda_trees,
+)
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
@@ -40,6 +47,7 @@ class CudaOps:
         self.loader = loader or KernelLoader(device)
         self.device = self.loader.device
         self._reference = ReferenceOps(self.device)
+        self._attention = cuda_attention.CudaAttention(self.loader)
         self._fused = CudaFused(self.loader)
         self._topk = cuda_topk.CudaTopk(self.loader)
         self._sampling = cuda_sampling.CudaSampling(self.loader)
@@ -71,7 +79,9 @@ class CudaOps:
         scale: float,
         latent_dim: int,
     ) -> Tensor:
-        return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
+        if not cuda_attention.takes(query, cache, batch.page_size, latent_dim):
+            return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
+        return self._attention.verify_attention(query, cache, batch, scale, latent_dim)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._fused.rms_norm(x, norm)
