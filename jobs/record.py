@@ -32,6 +32,7 @@ class Record:
         self._config = dict(config)
         self._folder = folder
         self._rows: list[dict[str, Any]] = []
+        self._commit = commit()  # of the code that runs, whatever is committed meanwhile
         self._created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def add(
@@ -60,7 +61,7 @@ class Record:
         return {
             "name": self._name,
             "created": self._created,
-            "commit": commit(),
+            "commit": self._commit,
             "hardware": hardware(),
             "versions": versions(),
             "config": self._config,
