@@ -19,6 +19,8 @@ class PageAllocator:
     """Hands out pages and takes them back; a page has one owner at a time.
 
     A request that never reserved anything holds an empty page table.
+
+    covered   request id -> positions its page table reaches; for reading
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -30,7 +32,7 @@ class PageAllocator:
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the next page is the last
         self._tables: dict[str, Int32Array] = {}
-        self._covered: dict[str, int] = {}  # positions each table reaches
+        self.covered: dict[str, int] = {}
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Grow the request's page table to cover num_tokens positions; never shrinks it.
@@ -48,18 +50,18 @@ class PageAllocator:
         grown = np.concatenate([table, np.array(taken, dtype=np.int32)])
         grown.flags.writeable = False
         self._tables[request_id] = grown
-        self._covered[request_id] = len(grown) * self.page_size
+        self.covered[request_id] = len(grown) * self.page_size
         return True
 
     def missing(self, request_id: str, num_tokens: int) -> int:
         """Pages that reserve would take."""
-        uncovered = num_tokens - self._covered.get(request_id, 0)
+        uncovered = num_tokens - self.covered.get(request_id, 0)
         return self.pages_for(uncovered) if uncovered > 0 else 0
 
     def release(self, request_id: str) -> None:
         """Take back all pages of the request; nothing happens where it holds none."""
         self._free.extend(reversed(self._tables.pop(request_id, _NO_PAGES).tolist()))
-        self._covered.pop(request_id, None)
+        self.covered.pop(request_id, None)
 
     def page_table(self, request_id: str) -> Int32Array:
         """[P] int32 page ids in the order of positions, read-only."""

@@ -79,7 +79,7 @@ class AheadDecoder:
         }
         self._last_inputs: dict[tuple[int, int], Int32Array] = {}
         self._placed: dict[int, tuple[Request, int]] = {}  # slot -> request and its preemptions
-        self._num_pages: dict[int, int] = {}  # slot -> pages of its table on the device
+        self._tables: dict[int, Int32Array] = {}  # slot -> its page table on the device
         shape = (buckets.requests[-1], FIRST_DRAFT + parts.depth)
         self._reports = [
             torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(REPORTS)
@@ -126,15 +126,15 @@ class AheadDecoder:
         joining, slots, tables = [], [], []
         for request, pages in zip(step.requests, step.pages, strict=True):
             slot = held_slot(request)
+            if self._tables.get(slot) is pages:
+                continue  # tables are replaced as they grow, and nobody else has this one
             placed = self._placed.get(slot)
             if placed is None or placed[0] is not request or placed[1] != request.num_preemptions:
                 self._placed[slot] = (request, request.num_preemptions)
-                self._num_pages.pop(slot, None)
                 joining.append(_placement(request))
-            if self._num_pages.get(slot) != len(pages):
-                self._num_pages[slot] = len(pages)
-                slots.append(slot)
-                tables.append(pages)
+            self._tables[slot] = pages
+            slots.append(slot)
+            tables.append(pages)
         self._parts.state.place(joining)
         self._parts.state.place_pages(slots, tables)
 

@@ -172,15 +172,17 @@ class Scheduler:
 
     def pages_short(self) -> bool:
         """Whether the running requests' next steps need more pages than are free."""
-        missing = self.pages.missing
-        wanted = sum(missing(r.request_id, self._next_case(r)) for r in self._running)
+        wanted = sum(
+            self.pages.missing(request.request_id, self._worst_case(len(request.tokens)))
+            for request in self._outgrown()
+        )
         return wanted > self.pages.num_free
 
     def reserve_running(self) -> None:
         """Pages for everybody's next step, oldest first; younger requests may lose theirs."""
-        for request in list(self._running):
+        for request in self._outgrown():
             if request.status is RequestStatus.RUNNING:
-                self._reserve(request, self._next_case(request))
+                self._reserve(request, self._worst_case(len(request.tokens)))
 
     def schedule_ahead(self) -> AheadStep | None:
         """The next step of the requests that run ahead; None where there are none.
@@ -191,20 +193,21 @@ class Scheduler:
             request
             for request in self._running
             if request.runs_ahead
-            and request.num_uncached == 1
+            and len(request.tokens) == request.num_cached + 1
             and len(request.tokens) + request.num_in_flight < request.max_total
         ]
         if not ready:
             return None
-        budgets = tuple(self._budget(request) for request in ready)
+        budgets = tuple([self._budget(request) for request in ready])
         for request in ready:
             request.num_in_flight += 1
         self._step += 1
+        table = self.pages.page_table
         return AheadStep(
             step=self._step,
             requests=tuple(ready),
             budgets=budgets,
-            pages=tuple(self.pages.page_table(request.request_id) for request in ready),
+            pages=tuple([table(request.request_id) for request in ready]),
         )
 
     def update_ahead(
@@ -219,10 +222,10 @@ class Scheduler:
                 outputs.append(self._append(request, gained.tokens, gained.num_drafted))
         return outputs
 
-    def _next_case(self, request: Request) -> int:
-        """Token places the request's next step can touch."""
-        known = min(request.num_uncached, self.limits.prefill_chunk)
-        return self._worst_case(request.num_cached + known)
+    def _outgrown(self) -> list[Request]:
+        """Running requests whose next step may reach beyond their pages."""
+        more, covered = self._worst_case(0), self.pages.covered
+        return [r for r in self._running if len(r.tokens) + more > covered.get(r.request_id, 0)]
 
     def _plan_running(self) -> list[PlannedRequest]:
         chunk_left = self.limits.prefill_chunk
@@ -347,6 +350,8 @@ def _tokens_named(request: Request) -> Iterator[tuple[str, Iterable[int]]]:
 def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
     """The tokens up to and including the first that ends the request, and why it ended."""
     room = request.max_total - len(request.tokens)
+    if len(tokens) < room and request.end_token_ids.isdisjoint(tokens):
+        return list(tokens), None
     first = request.num_output
     for index, token in enumerate(tokens[:room]):
         if token in request.end_token_ids and first + index + 1 > request.sampling.min_tokens:
