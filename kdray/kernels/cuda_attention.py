@@ -81,12 +81,12 @@ class AttentionRows:
         device = batch.mask.device
         return cls(
             row_start=nodes * torch.arange(requests + 1, dtype=torch.int32, device=device),
-            num_cached=batch.num_cached,
+            num_cached=batch.num_cached.contiguous(),
             num_known=torch.ones(requests, dtype=torch.int32, device=device),
-            num_nodes=batch.num_nodes,
-            page_table=batch.page_table,
+            num_nodes=batch.num_nodes.contiguous(),
+            page_table=batch.page_table.contiguous(),
             page_size=batch.page_size,
-            mask=batch.mask,
+            mask=batch.mask.contiguous(),
             rows_cap=nodes,
         )
 
@@ -239,6 +239,8 @@ def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool
     if query.dtype not in ENTRIES or cache.dtype != query.dtype or not fits:
         return False
     aligned = cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.itemsize % 16 == 0
+    strides = (query.data_ptr() // 2, query.stride(0), query.stride(1))
+    aligned = aligned and (query.dtype == torch.float32 or not any(n % 2 for n in strides))
     whole = query.stride(-1) == 1 and cache.stride(-1) == 1
     small = shared_bytes(query.dtype, latent_dim, rope_dim) <= MAX_BLOCK_BYTES
     return aligned and whole and small and page_size & (page_size - 1) == 0
@@ -252,9 +254,14 @@ def _check(out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows) -> No
             "bfloat16 or float32, C a multiple of 64, D of 16, rows from 16-byte boundaries on, "
             "pages of a power of two"
         )
-    whole: Sequence[Tensor] = (out, rows.row_start, rows.page_table, rows.mask)
-    if not all(tensor.is_contiguous() for tensor in whole):
-        raise KernelError("out, page_table and mask must be contiguous")
+    numbers: Sequence[Tensor] = (
+        *(rows.row_start, rows.num_cached, rows.num_known, rows.num_nodes),
+        *(rows.page_table, rows.mask),
+    )
+    if any(number.dtype != torch.int32 for number in numbers):
+        raise KernelError("row_start, lengths, page_table and mask are int32")
+    if not all(tensor.is_contiguous() for tensor in (out, *numbers)) or out.data_ptr() % 16:
+        raise KernelError("out, lengths, page_table and mask lie whole, out at 16 bytes")
 
 
 def _check_reach(batch: AttentionBatch) -> None:

@@ -20,9 +20,9 @@
 // A block works through its pieces; parts of tiles that several blocks share are merged at the end,
 // by all of them (verify_attention_merge.cuh). One tile: verify_attention_tile.cuh, or _fp32.cuh.
 //
-// Limits: C a multiple of 64, D of 16; pages of 2^n positions; R * THREADS-wise any number of
-// requests; H any. Shared memory within 99 KB a block; bf16 takes all registers, one block a
-// multiprocessor. For a fixed batch and grid the result is fixed to the last bit.
+// Limits: C a multiple of 64, D of 16; pages of 2^n positions; any H and R; G <= 256. Shared memory
+// within 99 KB a block; bf16 takes all registers, one block a multiprocessor. For a fixed batch and
+// grid the result is fixed to the last bit.
 // Precision: bf16 weights are rounded to bf16 before they meet the values, as their sum is; the
 // result within 2^-7 of float64 in relative terms (norm of the difference over the norm), float32
 // within 1e-5.
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention(
             attend<true, false>(s, in);
         else
             attend<false, true>(s, in);
-        if (!s.deal.piece.whole() && threadIdx.x == 0) s.waiting[s.num_waiting++] = s.deal.piece;
+        if (threadIdx.x == 0 && !s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
     }
     clear_padding<LATENT>(out, in.batch);
     for (int i = 0; i < s.num_waiting; ++i)
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention_fp32(
         __syncthreads();
         if (!s.deal.dealt) break;
         attend_plain(s, in);
-        if (!s.deal.piece.whole() && threadIdx.x == 0) s.waiting[s.num_waiting++] = s.deal.piece;
+        if (threadIdx.x == 0 && !s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
         __syncthreads();
     }
     clear_padding<LATENT>(out, in.batch);

@@ -17,6 +17,7 @@ struct Workspace {
     int* ticket;   // [G], zero between launches
 };
 
+constexpr int MAX_BLOCKS = 256;
 constexpr float NO_SCORE = -1e30f;  // finite, so that differences of two are no NaN
 
 // Sums of four: of a row's neighbouring dimensions.
@@ -39,31 +40,43 @@ __device__ __forceinline__ void announce(const Workspace& work, const Piece& pie
     if (fresh_thread() == 0) add_acquire_release(&work.ticket[piece.first_block], 1);
 }
 
-// weight[row][part]: what the part's sums of that row count in the result. One warp a row.
+// weight[row][part]: what the part's sums of that row count in the result. One warp a row, all its
+// norms under way at once.
 template <int ROWS>
 __device__ __forceinline__ void weigh_parts(float* weight, const Workspace& work,
                                             const Piece& piece, int first_row, int last_row) {
-    for (int row = first_row + warp_id(); row <= last_row; row += WARPS) {
+    constexpr int A_LANE = MAX_BLOCKS / WARP;
+    const int lane = fresh_thread() % WARP, warp = fresh_thread() / WARP;
+    for (int row = first_row + warp; row <= last_row; row += WARPS) {
         float* const of_row = weight + (row - first_row) * piece.count;
-        float most = NO_SCORE;
-        for (int part = lane_id(); part < piece.count; part += WARP) {
-            const i64 at = (i64)piece.slot_of(part) * ROWS + row;
-            most = max(most, load_shared_by_blocks(&work.norm[at].x));
+        float2 norm[A_LANE];
+        float most = NO_SCORE, sum = 0;
+#pragma unroll
+        for (int k = 0; k < A_LANE; ++k) {
+            const int part = lane + WARP * k;
+            norm[k] = {NO_SCORE, 0};
+            if (part < piece.count) {
+                const i64 at = (i64)piece.slot_of(part) * ROWS + row;
+                norm[k] = load_shared_by_blocks(&work.norm[at]);
+            }
         }
+#pragma unroll
+        for (int k = 0; k < A_LANE; ++k) most = max(most, norm[k].x);
 #pragma unroll
         for (int by = WARP / 2; by > 0; by /= 2)
             most = max(most, __shfl_xor_sync(ALL_LANES, most, by));
-        float sum = 0;
-        for (int part = lane_id(); part < piece.count; part += WARP) {
-            const i64 at = (i64)piece.slot_of(part) * ROWS + row;
-            const float2 norm = load_shared_by_blocks(&work.norm[at]);
-            const float share = exp2_fast(norm.x - most);
-            of_row[part] = share;
-            sum = fmaf(share, norm.y, sum);
+#pragma unroll
+        for (int k = 0; k < A_LANE; ++k) {
+            norm[k].x = exp2_fast(norm[k].x - most);
+            sum = fmaf(norm[k].x, norm[k].y, sum);
         }
 #pragma unroll
         for (int by = WARP / 2; by > 0; by /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, by);
-        for (int part = lane_id(); part < piece.count; part += WARP) of_row[part] /= sum;
+#pragma unroll
+        for (int k = 0; k < A_LANE; ++k) {
+            const int part = lane + WARP * k;
+            if (part < piece.count) of_row[part] = norm[k].x / sum;
+        }
     }
 }
 
@@ -73,7 +86,7 @@ __device__ __forceinline__ float4 merged(const float* weight, const Workspace& w
     constexpr int A_ROW = LATENT_DIM / 4;
     const float4* const value = (const float4*)work.value + element;
     float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll 16
     for (int part = from; part < piece.count; part += by) {
         const i64 at = (i64)piece.slot_of(part) * ROWS * A_ROW;
         add_scaled(sum, load_shared_by_blocks(value + at), weight[part]);

@@ -47,13 +47,13 @@ struct alignas(128) Shared {
     unsigned char ring[SLOTS * SLOT_BYTES];
     uint2 extra_query[WARPS][EXTRA_STEPS][WARP];      // B fragments, each lane its own
     float4 scores[GROUPS][QUARTERS][QUARTERS - 1][WARP];  // [owner][sender]: C fragments
-    float extra_scores[WARPS][STEP * EXTRA_ROWS];     // [sender]
+    float4 extra_scores[WARPS][WARP];                 // [sender]: C fragments, exchanged
     uint2 extra_rope_query[QUARTERS][ROPE_TURNS][WARP];
     u16 extra_weights[2][EXTRA_ROWS][STEP];  // bf16, by turns; those of main rows lie in the ring
     float extra_sum[WARPS][STEP];
     float most[TILE_ROWS];
     float rescale[TILE_ROWS];
-    int rescaled[2][WARPS];  // main, extra: the last step in which the warp wrote rescale
+    u32 rescaled[2 * WARPS];  // the last step in which a warp wrote rescale: main rows, extra rows
     u64 barriers[SLOTS + 2];  // a step's keys have landed; its scores are posted; its weights are
     Deal deal;
     Piece waiting[2];
@@ -124,14 +124,14 @@ struct PieceWork {
     float value[2][2 * LATENT_STEPS][4];
     u32 query[4][QUERY_STEPS][2];  // B fragments of 8 rows each
     float extra_value[EXTRA_STEPS][4];
-    float sum[2];  // of the lane's weights of its two main rows
+    float sum;  // of weights of main row 2t or 2t + 1 of the warp's eight, for an even or odd g
 
     __device__ PieceWork(Shared& shared, const Attention& attention)
-        : s(shared), in(attention), sum{0, 0} {
+        : s(shared), in(attention), sum(0) {
         // Read by the warps that own the rows, after a barrier.
         if (threadIdx.x < TILE_ROWS) s.most[threadIdx.x] = NO_SCORE;
         if (threadIdx.x < WARPS * STEP) (&s.extra_sum[0][0])[threadIdx.x] = 0;
-        if (threadIdx.x < 2 * WARPS) (&s.rescaled[0][0])[threadIdx.x] = -1;
+        if (threadIdx.x < 2 * WARPS) s.rescaled[threadIdx.x] = ~0u;
 #pragma unroll
         for (int i = 0; i < 2 * LATENT_STEPS * 8; ++i) (&value[0][0][0])[i] = 0;
 #pragma unroll
@@ -232,51 +232,37 @@ struct PieceWork {
         }
     }
 
-    // Word of extra_scores of an extra row's score: what lanes write at once, and what they read at
-    // once, lies in different banks.
-    __device__ static u32 extra_word(u32 sender, u32 row, u32 key) {
-        const u32 in_pair = 16 * ((row ^ sender) & 1) + key + 8 * (row / 2);
-        return row / 2 * 32 + in_pair % 32;
-    }
-
     // Scores to the warps that own the rows; own: those that stay here.
-    __device__ void post(const Place& place, float (&own)[4], const float (&scores)[4][4], const float (&extra)[4]) {
+    __device__ void post(const Place& place, float (&own)[4], const float (&scores)[4][4],
+                         const float (&extra)[4]) {
         if (MAIN) {
-#pragma unroll
-            for (int owner = 0; owner < QUARTERS; ++owner) {
-                const float(&part)[4] = scores[owner];
-                if (owner == 0 || owner == place.quarter) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) own[i] = part[i];
-                }
-                const u32 sender = place.quarter - (place.quarter > owner);
-                if (owner != place.quarter)
-                    s.scores[place.group][owner][sender][place.lane] = {part[0], part[1], part[2],
-                                                                        part[3]};
-            }
+            float4* const to = &s.scores[place.group][0][0][place.lane];
+            if (place.quarter < 2)
+                place.quarter == 0 ? post_main<0>(to, own, scores) : post_main<1>(to, own, scores);
+            else
+                place.quarter == 2 ? post_main<2>(to, own, scores) : post_main<3>(to, own, scores);
         }
         if (EXTRA) {
-            const u32 w = place.warp, g = place.lane / 4, row = place.lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                s.extra_scores[w][extra_word(w, row + i % 2, g + i / 2 * 8)] = extra[i];
+            float4* const to = s.extra_scores[place.warp] + exchanged(place.lane);
+            *to = {extra[0], extra[1], extra[2], extra[3]};
         }
     }
+    template <int QUARTER>
+    __device__ static void post_main(float4* to, float (&own)[4], const float (&scores)[4][4]) {
+#pragma unroll
+        for (int owner = 0; owner < QUARTERS; ++owner) {
+            const float(&part)[4] = scores[owner];
+            const int sender = QUARTER - (QUARTER > owner);
+            if (owner != QUARTER)
+                to[(owner * (QUARTERS - 1) + sender) * WARP] = {part[0], part[1], part[2], part[3]};
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[i] = scores[QUARTER][i];
+    }
+    // Place of a lane's fragment: those that a row's keys come from lie in different banks.
+    __device__ static u32 exchanged(u32 lane) { return lane ^ lane / 8; }
 
     // ---- weights of the rows this warp owns
-
-    // Byte of the ring where 8 of a main row's weights lie: of the step's own slot what the rope's
-    // dimensions (or padding) have been; halves exchanged so that 8 rows lie in different banks.
-    __device__ static u32 weight_place(int count, u32 row, u32 half) {
-        const u32 chunk = row % 4 * 2 + (half ^ row / 4 % 2);
-        return Ring::slot(count) * SLOT_BYTES + row / 4 * STRIDE + 2 * LATENT + 16 * chunk;
-    }
-
-    // masked: some of the step's positions are not seen by all rows.
-    __device__ void weigh(const Place& place, const float (&own)[4], int step, int count, bool masked) {
-        if (MAIN) weigh_main(place, own, step, count, masked);
-        if (EXTRA) weigh_extra(place, step, count, masked);
-    }
 
     // Which of a step's positions a row of the tile sees; for one behind its last, that one.
     __device__ u32 seen_by(int row, int step) const {
@@ -284,96 +270,145 @@ struct PieceWork {
         return seen_from(in.batch, request(), p, piece().tile.keys, step * STEP);
     }
 
-    __device__ void weigh_main(const Place& place, const float (&own)[4], int step, int count, bool masked) {
-        // Keys g and g + 8 of rows 2t and 2t + 1 of the warp's eight.
-        float x[4] = {own[0], own[1], own[2], own[3]};
+    // Main rows: lane 4 g + t has keys g and g + 8 of rows 2t and 2t + 1 of the warp's eight. The
+    // extra row: key lane % 16, in both halves of the warp.
+    __device__ void weigh(const Place& place, const float (&own)[4], int step, u32 i) {
+        const u32 row = 8 * place.warp + place.lane % 4 * 2, extra_row = MAIN_ROWS + place.warp;
+        float score[4] = {own[0], own[1], own[2], own[3]}, extra_score = 0;
+        float most[2], extra_most, above[4], extra_above;  // above: scaled, relative to most
+        bool grows = false;
+        if (MAIN) {
+            collect(place, score);
+            most[0] = s.most[row];
+            most[1] = s.most[row + 1];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) above[k] = fmaf(score[k], in.scale, -most[k % 2]);
+            if (is_masked(step)) hide(place, step, above);
+            grows = max(max(above[0], above[1]), max(above[2], above[3])) > SLACK;
+        }
+        if (EXTRA) {
+            extra_score = collect_extra(place);
+            extra_most = s.most[extra_row];
+            extra_above = fmaf(extra_score, in.scale, -extra_most);
+            if (is_masked(step)) hide_extra(place, step, extra_above);
+            grows = grows || extra_above > SLACK;
+        }
+        if (__any_sync(ALL_LANES, grows)) {
+            if (MAIN) raise(place, i, score, most, above);
+            if (EXTRA) raise_extra(place, i, extra_score, extra_most, extra_above);
+        }
+        if (MAIN) keep_weights(place, i, above);
+        if (EXTRA) keep_extra_weights(place, i, extra_above);
+    }
+
+    // Adds what the other quarters found.
+    __device__ void collect(const Place& place, float (&score)[4]) const {
 #pragma unroll
         for (int sender = 0; sender < QUARTERS - 1; ++sender) {
             const float4 part = s.scores[place.group][place.quarter][sender][place.lane];
-            x[0] += part.x;
-            x[1] += part.y;
-            x[2] += part.z;
-            x[3] += part.w;
+            score[0] += part.x;
+            score[1] += part.y;
+            score[2] += part.z;
+            score[3] += part.w;
         }
-        const u32 g = place.lane / 4, rows = 8 * place.warp, row = rows + place.lane % 4 * 2;
+    }
+    __device__ float collect_extra(const Place& place) const {
+        const u32 key = place.lane % STEP, half = place.lane / STEP, row = place.warp;
+        const u32 fragment = exchanged(key % 8 * 4 + row / 2), number = row % 2 + key / 8 * 2;
+        const float* const first = (const float*)&s.extra_scores[half][fragment] + number;
+        float sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= in.scale;
-        if (masked) {
-            const u32 seen[2] = {seen_by(row, step) >> g, seen_by(row + 1, step) >> g};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!(seen[i % 2] >> i / 2 * 8 & 1)) x[i] = NO_SCORE;
-        }
-        float most[2] = {s.most[row], s.most[row + 1]};
-        float best[2] = {max(x[0], x[2]), max(x[1], x[3])};
-        if (__any_sync(ALL_LANES, best[0] > most[0] + SLACK || best[1] > most[1] + SLACK)) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int by = 4; by < WARP; by *= 2)
-                    best[i] = max(best[i], __shfl_xor_sync(ALL_LANES, best[i], by));
-                const float factor = raise(most[i], best[i]);
-                sum[i] *= factor;
-                if (g == 0) {
-                    s.most[row + i] = most[i];
-                    s.rescale[row + i] = factor;
-                }
-            }
-            if (place.lane == 0) s.rescaled[0][place.warp] = count;
-        }
-        u32 pair[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            pair[half] = bf16_pair(weight_of(x[2 * half], most[0]),
-                                   weight_of(x[2 * half + 1], most[1]));
-            sum[0] += bf16_low(pair[half]);
-            sum[1] += bf16_high(pair[half]);
-        }
-        const u32 at = weight_place(count, rows + place.lane % 8, place.lane / 8 % 2);
-        store_matrices_transposed(shared_address(s.ring + at), pair[0], pair[1]);
+        for (int sender = 0; sender < WARPS; sender += 2) sum += first[sender * 4 * WARP];
+        return sum + __shfl_xor_sync(ALL_LANES, sum, STEP);
     }
 
-    __device__ void weigh_extra(const Place& place, int step, int count, bool masked) {
-        const u32 row = place.warp, key = place.lane % 16, half = place.lane / 16;
-        float x = 0;
+    __device__ void hide(const Place& place, int step, float (&above)[4]) const {
+        const u32 row = 8 * place.warp + place.lane % 4 * 2, g = place.lane / 4;
 #pragma unroll
-        for (int i = 0; i < WARPS; i += 2) {
-            const int sender = i + half;
-            x += s.extra_scores[sender][extra_word(sender, row, key)];
+        for (int k = 0; k < 2; ++k) {
+            const u32 seen = seen_by(row + k, step) >> g;
+            if (!(seen & 1)) above[k] = NO_SCORE;
+            if (!(seen >> 8 & 1)) above[k + 2] = NO_SCORE;
         }
-        x += __shfl_xor_sync(ALL_LANES, x, 16);
-        x *= in.scale;
-        if (masked && !(seen_by(FIRST_EXTRA + row, step) >> key & 1)) x = NO_SCORE;
-        float most = s.most[MAIN_ROWS + row], sum_before = s.extra_sum[row][key];
-        if (__any_sync(ALL_LANES, x > most + SLACK)) {
-            float best = x;
+    }
+    __device__ void hide_extra(const Place& place, int step, float& above) const {
+        const u32 seen = seen_by(FIRST_EXTRA + place.warp, step);
+        if (!(seen >> place.lane % STEP & 1)) above = NO_SCORE;
+    }
+
+    // New maxima for rows whose scores have grown far above the old ones; what has been summed up
+    // counts the less.
+    __device__ void raise(const Place& place, u32 i, const float (&score)[4], float (&most)[2],
+                          float (&above)[4]) {
+        const u32 row = 8 * place.warp + place.lane % 4 * 2;
 #pragma unroll
-            for (int by = 8; by > 0; by /= 2)
+        for (int k = 0; k < 2; ++k) {
+            float best = max(seen_score(score[k], above[k]), seen_score(score[k + 2], above[k + 2]));
+#pragma unroll
+            for (int by = 4; by < WARP; by *= 2)
                 best = max(best, __shfl_xor_sync(ALL_LANES, best, by));
-            const float factor = raise(most, best);
-            sum_before *= factor;
-            if (place.lane == 0) {
-                s.most[MAIN_ROWS + row] = most;
-                s.rescale[MAIN_ROWS + row] = factor;
-                s.rescaled[1][place.warp] = count;
+            const float factor = factor_for(most[k], best);
+            if (place.lane / 4 % 2 == k) sum *= factor;
+            above[k] = above_of(score[k], above[k], most[k]);
+            above[k + 2] = above_of(score[k + 2], above[k + 2], most[k]);
+            if (place.lane < 4) {
+                s.most[row + k] = most[k];
+                s.rescale[row + k] = factor;
             }
         }
-        const u32 pair = bf16_pair(weight_of(x, most), 0.0f);
-        if (half == 0) {
-            s.extra_weights[count % 2][row][key] = (u16)pair;
-            s.extra_sum[row][key] = sum_before + bf16_low(pair);
+        if (place.lane == 0) s.rescaled[place.warp] = i;
+    }
+    __device__ void raise_extra(const Place& place, u32 i, float score, float most, float& above) {
+        const u32 row = MAIN_ROWS + place.warp;
+        float best = seen_score(score, above);
+#pragma unroll
+        for (int by = STEP / 2; by > 0; by /= 2)
+            best = max(best, __shfl_xor_sync(ALL_LANES, best, by));
+        const float factor = factor_for(most, best);
+        above = above_of(score, above, most);
+        if (place.lane < STEP) s.extra_sum[place.warp][place.lane] *= factor;
+        if (place.lane == 0) {
+            s.most[row] = most;
+            s.rescale[row] = factor;
+            s.rescaled[WARPS + place.warp] = i;
         }
     }
-
-    // A new maximum where scores have grown far above the old one; what old weights count by it.
-    __device__ static float raise(float& most, float best) {
+    __device__ float seen_score(float score, float above) const {
+        return above == NO_SCORE ? NO_SCORE : score * in.scale;
+    }
+    __device__ float above_of(float score, float above, float most) const {
+        return above == NO_SCORE ? NO_SCORE : fmaf(score, in.scale, -most);
+    }
+    __device__ static float factor_for(float& most, float best) {
         if (!(best > most + SLACK)) return 1.0f;
         const float factor = exp2_fast(most - best);
         most = best;
         return factor;
     }
-    __device__ static float weight_of(float x, float most) {
-        return x == NO_SCORE ? 0.0f : exp2_fast(x - most);
+
+    __device__ void keep_weights(const Place& place, u32 i, const float (&above)[4]) {
+        const u32 pair[2] = {bf16_pair(exp2_fast(above[0]), exp2_fast(above[1])),
+                             bf16_pair(exp2_fast(above[2]), exp2_fast(above[3]))};
+        const u32 at = weight_place(i, 8 * place.warp + place.lane % 8, place.lane / 8 % 2);
+        store_matrices_transposed(shared_address(s.ring + at), pair[0], pair[1]);
+        // Lanes with an even g keep the sum of row 2t, the others that of row 2t + 1: neighbours
+        // exchange what they do not keep.
+        const float low = bf16_low(pair[0]) + bf16_low(pair[1]);
+        const float high = bf16_high(pair[0]) + bf16_high(pair[1]);
+        const bool odd = place.lane / 4 % 2;
+        sum += (odd ? high : low) + __shfl_xor_sync(ALL_LANES, odd ? low : high, 4);
+    }
+    __device__ void keep_extra_weights(const Place& place, u32 i, float above) {
+        if (place.lane >= STEP) return;
+        const u32 pair = bf16_pair(exp2_fast(above), 0.0f);
+        s.extra_weights[i % 2][place.warp][place.lane] = (u16)pair;
+        s.extra_sum[place.warp][place.lane] += bf16_low(pair);
+    }
+    // Byte of the ring where 8 of a main row's weights lie: of the step's own slot what the rope's
+    // dimensions (or padding) have been; halves exchanged so that 8 rows lie in different banks.
+    __device__ static u32 weight_place(u32 i, u32 row, u32 half) {
+        const u32 chunk = row % 4 * 2 + (half ^ row / 4 % 2);  // as 16 rows on, 4 slot rows on
+        return Ring::slot(i) * SLOT_BYTES + row / 4 * STRIDE + 2 * LATENT + 16 * chunk;
     }
 
     // ---- values
@@ -383,15 +418,13 @@ struct PieceWork {
         u32 extra[2];
     };
 
-    __device__ Weights load_weights(const Place& place, int i) const {
+    __device__ Weights load_weights(const Place& place, u32 i) const {
         Weights w;
         if (MAIN) {
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const u32 row = 32 * place.group + 16 * m + place.lane % 16;
-                const u32 at = weight_place(i, row, place.lane / 16);
-                load_matrices(w.main[m], shared_address(s.ring + at));
-            }
+            const u32 row = 32 * place.group + place.lane % 16;
+            const SharedAddress at = shared_address(s.ring) + weight_place(i, row, place.lane / 16);
+            load_matrices(w.main[0], at);
+            load_matrices(w.main[1], at + 16 / 4 * STRIDE);
         }
         if (EXTRA) {
             const u32* const row = (const u32*)s.extra_weights[i % 2][place.lane / 4];
@@ -401,14 +434,14 @@ struct PieceWork {
         return w;
     }
 
-    // What has been added is made relative to the maxima of step i where that raised one.
-    __device__ void rescale(const Place& place, int i) {
-        if (MAIN && __any_sync(ALL_LANES, s.rescaled[0][4 * place.group + place.lane % 4] == i)) {
+    // What has been added is made relative to the maxima of step i where that raised any.
+    __device__ void rescale(const Place& place, u32 i) {
+        if (!__any_sync(ALL_LANES, s.rescaled[place.lane % (2 * WARPS)] == i)) return;
+        if (MAIN) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const u32 owner = 4 * place.group + k;
-                const float by =
-                    s.rescaled[0][owner] == i ? s.rescale[8 * owner + place.lane / 4] : 1.0f;
+                const float by = s.rescaled[owner] == i ? s.rescale[8 * owner + place.lane / 4] : 1;
 #pragma unroll
                 for (int n = 0; n < 2 * LATENT_STEPS; ++n) {
                     value[k / 2][n][k % 2 * 2] *= by;
@@ -416,11 +449,11 @@ struct PieceWork {
                 }
             }
         }
-        if (EXTRA && __any_sync(ALL_LANES, s.rescaled[1][place.lane % 8] == i)) {
+        if (EXTRA) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const u32 row = place.lane % 4 * 2 + k;
-                const float by = s.rescaled[1][row] == i ? s.rescale[MAIN_ROWS + row] : 1.0f;
+                const float by = s.rescaled[WARPS + row] == i ? s.rescale[MAIN_ROWS + row] : 1;
 #pragma unroll
                 for (int u = 0; u < EXTRA_STEPS; ++u) {
                     extra_value[u][k] *= by;
@@ -455,17 +488,17 @@ struct PieceWork {
     __device__ bool is_masked(int step) const { return (step + 1) * STEP > request().cached; }
 
     __device__ Keys keys() const {
-        return {in.cache, in.cache_row_bytes,
+        return {in.cache, (u32)in.cache_row_bytes,
                 in.batch.page_table + (i64)request().index * in.batch.pages, in.batch.page_shift,
                 piece().tile.keys};
     }
 
-    __device__ int step(int i) const { return piece().begin + i; }
+    __device__ int step(u32 i) const { return piece().begin + (int)i; }
 
     // Turn i multiplies out the scores of the piece's step i and the values of the one before; the
     // first turn has no values, the last no scores. (What is not there is made 0: a register that
     // is set in some turns only would be taken all the time.) Says whether there is another turn.
-    __device__ bool turn(int i) {
+    __device__ bool turn(u32 i) {
         const Ring ring = {shared_address(s.ring), shared_address(s.barriers)};
         const SharedAddress scored = shared_address(&s.barriers[SLOTS]);
         const SharedAddress weighed = shared_address(&s.barriers[SLOTS + 1]);
@@ -489,7 +522,7 @@ struct PieceWork {
         }
         if (scores_now) {
             barrier_wait(scored, i % 2);
-            weigh(Place(), own, step(i), i, is_masked(step(i)));
+            weigh(Place(), own, step(i), i);
             arrive(weighed, fresh_thread());
         }
         return __any_sync(ALL_LANES, step(i) < piece().end);
@@ -503,7 +536,7 @@ struct PieceWork {
             ring.bring(keys(), fresh_thread(), piece().begin + i, i);
         load_query(Place());
 #pragma unroll 1
-        for (int i = 0; turn(i); ++i) {}
+        for (u32 i = 0; turn(i); ++i) {}
     }
 
     __device__ static void arrive(SharedAddress barrier, u32 thread) {
@@ -518,14 +551,10 @@ struct PieceWork {
         __syncthreads();
         float2* const norm = (float2*)s.scores;
         if (MAIN) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int by = 4; by < WARP; by *= 2)
-                    sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], by);
-                const u32 row = 8 * place.warp + place.lane % 4 * 2 + i;
-                if (place.lane < 4) norm[row] = {s.most[row], sum[i]};
-            }
+            sum += __shfl_xor_sync(ALL_LANES, sum, 8);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 16);
+            const u32 row = 8 * place.warp + place.lane % 4 * 2 + place.lane / 4 % 2;
+            if (place.lane < 8) norm[row] = {s.most[row], sum};
         }
         if (EXTRA) {
             const u32 row = place.warp;

@@ -141,10 +141,11 @@ struct Deal {
 };
 
 __device__ __forceinline__ u32 sum_up_to_lane(u32 x) {
+    const int lane = fresh_thread() % WARP;
 #pragma unroll
     for (int by = 1; by < WARP; by *= 2) {
         const u32 lower = __shfl_up_sync(ALL_LANES, x, by);
-        if (lane_id() >= by) x += lower;
+        if (lane >= by) x += lower;
     }
     return x;
 }
@@ -158,12 +159,13 @@ __device__ __forceinline__ void open_deal(Deal& deal, const Batch& batch, int le
     u32 own = 0;
     for (int r = first; r < last; ++r) own += cost_of<Shape>(batch, request_of(batch, r));
     const u32 up_to_lane = sum_up_to_lane(own);
-    if (lane_id() == WARP - 1) deal.warp_cost[warp_id()] = up_to_lane;
+    const int warp = fresh_thread() / WARP;
+    if (fresh_thread() % WARP == WARP - 1) deal.warp_cost[warp] = up_to_lane;
     __syncthreads();
     u32 before = up_to_lane - own, total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-        if (w < warp_id()) before += deal.warp_cost[w];
+        if (w < warp) before += deal.warp_cost[w];
         total += deal.warp_cost[w];
     }
     const u32 each = max((total + gridDim.x - 1) / gridDim.x, (u32)least);
