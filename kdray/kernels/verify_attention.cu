@@ -1,16 +1,16 @@
 // verify_attention: absorbed MLA over the paged latent cache, a draft tree behind the prefix.
 //
-// out[t, h] = sum over the keys that row t sees of softmax(scale * query[t, h] . key) * key[:C], the
-// values being the first C numbers of a key (kernels/ops.py: AttentionBatch says who sees whom).
+// out[t, h] = sum over the keys that row t sees of softmax(scale * query[t, h] . key) * key[:C]:
+// values are the first C numbers of a key (kernels/ops.py: AttentionBatch says who sees whom).
 //
 // verify_attention        bf16 on tensor cores (mma.sync), sums and softmax in float32
 // verify_attention_fp32   float32 on CUDA cores
 //
 // out         [T, H, C], as the query is typed; every row of row_start is written, 0 for padding
-// part_value  [2 G, rows, C] float32, part_norm [2 G, rows, 2] float32, ticket [G] int32, zero before
-//             the first launch: workspace for G blocks; rows is 72, or 8 in float32
-// query       [T, H, C + D], strides between rows and heads given; cache [S, C + D], rows from 16-byte
-//             boundaries on
+// part_value  [2 G, rows, C] float32, part_norm [2 G, rows, 2] float32, ticket [G] int32, zero
+//             before the first launch: workspace for G blocks; rows is 72, or 8 in float32
+// query       [T, H, C + D], strides between rows and heads given; cache [S, C + D], rows from
+//             16-byte boundaries on
 // row_start   [R + 1] int32, num_cached, num_known, num_nodes [R] int32: request r has rows
 //             row_start[r] .., num_known[r] + num_nodes[r] - 1 of them real, none with num_known 0
 // page_table  [R, pages] int32; mask [R, nodes, words] int32

@@ -1,5 +1,5 @@
-// One piece of a tile in float32 on CUDA cores: 8 packed rows, one a warp. A lane multiplies out one
-// key's score of a step of 32, then weighs 32 keys' values in its own dimensions. For the small
+// One piece of a tile in float32 on CUDA cores: 8 packed rows, one a warp. A lane multiplies out
+// one key's score of a step of 32, then weighs 32 keys' values in its own dimensions. For the small
 // dimensions of models that are run in float32; every sum has a fixed order.
 #pragma once
 

@@ -22,8 +22,8 @@ struct Keys {
     int count;
 };
 
-// 16 threads bring a key. Steps are counted from the piece's first, so a step's number tells its slot
-// and its barrier's phase.
+// 16 threads bring a key. Steps are counted from the piece's first, so a step's number tells its
+// slot and its barrier's phase.
 struct Ring {
     SharedAddress slots;
     SharedAddress landed;  // [SLOTS] barriers of THREADS arrivals
@@ -31,8 +31,8 @@ struct Ring {
     __device__ static u32 slot(u32 i) { return i % SLOTS; }
     __device__ SharedAddress slot_at(u32 i) const { return slots + slot(i) * SLOT_BYTES; }
 
-    // Starts the copies of step `step` of the tile, the i-th of the piece; positions behind the last
-    // give zeros.
+    // Starts the copies of step `step` of the tile, the i-th of the piece; positions behind the
+    // last give zeros.
     __device__ void bring(const Keys& keys, u32 thread, int step, u32 i) const {
         constexpr u32 ABREAST = THREADS / STEP;
         const u32 lane = thread % ABREAST, key = thread / ABREAST;

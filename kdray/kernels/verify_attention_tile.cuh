@@ -12,134 +12,23 @@
 // middle of these, so that a warp waits for another's part only after half a step's own work.
 #pragma once
 
-#include "verify_attention_merge.cuh"
-#include "verify_attention_ring.cuh"
-
-constexpr int MAIN_ROWS = 64;
-constexpr int EXTRA_ROWS = 8;
-constexpr int TILE_ROWS = MAIN_ROWS + EXTRA_ROWS;
-constexpr int GROUPS = 2;
-constexpr int QUARTERS = 4;
-constexpr int LATENT_STEPS = LATENT / 16 / QUARTERS;  // of 16 dimensions, a warp
-constexpr int ROPE_STEPS = ROPE / 16;                 // all warps
-constexpr int ROPE_TURNS = (ROPE_STEPS + QUARTERS - 1) / QUARTERS;
-constexpr int QUERY_STEPS = LATENT_STEPS + ROPE_TURNS;
-// Both groups meet every dimension; where these are an even number of steps a quarter, each takes
-// the extra rows' products in every other step, else the first group takes all.
-constexpr bool PAIRED = LATENT_STEPS % 2 == 0;
-constexpr int EXTRA_STEPS = PAIRED ? LATENT_STEPS / 2 : LATENT_STEPS;
-// Weights may exceed 1 by this many powers of two before they are made relative to a new maximum.
-constexpr float SLACK = 8.0f;
-
-// Tiles for it, and what a step costs in each kind: main rows with and without extra ones, and extra
-// ones alone.
-struct TensorShape {
-    static constexpr int TALL_ROWS = TALL, WIDE_ROWS = MAIN_ROWS, SHORT_ROWS = EXTRA_ROWS;
-    static constexpr int STEP = ::STEP;
-    static constexpr int SETUP_STEPS = SETUP_COST;
-    __device__ static int weight(int rows) {
-        return rows > WIDE_ROWS ? TALL_COST : rows > SHORT_ROWS ? WIDE_COST : SHORT_COST;
-    }
-};
-static_assert(LATENT % 64 == 0 && ROPE % 16 == 0, "dimensions in steps of 16, in four quarters");
-
-struct alignas(128) Shared {
-    unsigned char ring[SLOTS * SLOT_BYTES];
-    uint2 extra_query[WARPS][EXTRA_STEPS][WARP];      // B fragments, each lane its own
-    float4 scores[GROUPS][QUARTERS][QUARTERS - 1][WARP];  // [owner][sender]: C fragments
-    float4 extra_scores[WARPS][WARP];                 // [sender]: C fragments, exchanged
-    uint2 extra_rope_query[QUARTERS][ROPE_TURNS][WARP];
-    u16 extra_weights[2][EXTRA_ROWS][STEP];  // bf16, by turns; those of main rows lie in the ring
-    float extra_sum[WARPS][STEP];
-    float most[TILE_ROWS];
-    float rescale[TILE_ROWS];
-    u32 rescaled[2 * WARPS];  // the last step in which a warp wrote rescale: main rows, extra rows
-    u64 barriers[SLOTS + 2];  // a step's keys have landed; its scores are posted; its weights are
-    Deal deal;
-    Piece waiting[2];
-    int num_waiting;
-};
-
-// What it takes to attend.
-struct Attention {
-    u16* out;                    // [T, H, LATENT]
-    Workspace work;
-    const unsigned char* query;  // [T, H, LATENT + ROPE]
-    i64 query_row_bytes;
-    i64 query_head_bytes;
-    const unsigned char* cache;  // [S, LATENT + ROPE]
-    i64 cache_row_bytes;
-    Batch batch;
-    float scale;  // times log2 e
-};
-
-// A thread's place, and where a step of 16 dimensions lies among a row's chunks. The second group
-// meets steps in pairs the other way round.
-struct Place {
-    u32 lane;
-    u32 warp;
-    u32 group;
-    u32 quarter;
-
-    __device__ explicit Place(u32 thread = fresh_thread())
-        : lane(thread % WARP), warp(thread / WARP), group(warp / QUARTERS), quarter(warp % QUARTERS) {}
-    __device__ u32 latent_step(int visit) const {
-        return LATENT_STEPS * quarter + (PAIRED ? visit ^ group : visit);
-    }
-    __device__ u32 rope_step(int turn) const { return quarter + QUARTERS * turn; }
-    __device__ bool has_rope(int turn) const {
-        return ROPE_STEPS % QUARTERS == 0 || rope_step(turn) < ROPE_STEPS;
-    }
-    // Whether this warp takes the extra rows' part of what it meets in a visit or turn.
-    __device__ bool takes_extra(int visit) const { return PAIRED ? visit % 2 == 0 : group == 0; }
-    __device__ bool takes_extra_rope() const { return group == 0; }
-
-    // Address of the lane's part of the four matrices of a step of 16 dimensions: keys 0 .. 7 and
-    // 8 .. 15 of its first half, then of its second. As they are they make an A fragment of keys,
-    // transposed two B fragments of values.
-    __device__ SharedAddress matrices_at(SharedAddress slot, u32 chunk) const {
-        const u32 key = lane % STEP;
-        return slot + key * STRIDE + ((chunk + lane / STEP) ^ key % 8) * 16;
-    }
-    // From the first visit's chunk to another's. Where a quarter starts at a multiple of 128 bytes
-    // only three bits of the place change within 128.
-    static constexpr bool SIMPLE = LATENT_STEPS % 4 == 0;
-    __device__ static SharedAddress moved(SharedAddress first, int visit) {
-        return (first ^ visit % 4 * 32) + visit / 4 * 128;
-    }
-    __device__ SharedAddress latent_at(SharedAddress slot, int visit) const {
-        if (SIMPLE) return moved(matrices_at(slot, 2 * latent_step(0)), visit);
-        return matrices_at(slot, 2 * latent_step(visit));
-    }
-    __device__ SharedAddress rope_at(SharedAddress slot, int turn) const {
-        return matrices_at(slot, LATENT / 8 + 2 * rope_step(turn));
-    }
-};
+#include "verify_attention_weigh.cuh"
 
 template <bool MAIN, bool EXTRA>
-struct PieceWork {
-    static constexpr int FIRST_EXTRA = MAIN ? MAIN_ROWS : 0;
-    Shared& s;
-    const Attention& in;
+struct PieceWork : RowWeights<MAIN, EXTRA> {
+    using Rows = RowWeights<MAIN, EXTRA>;
+    using Rows::FIRST_EXTRA, Rows::s, Rows::in, Rows::piece, Rows::request;
+
     float value[2][2 * LATENT_STEPS][4];
     u32 query[4][QUERY_STEPS][2];  // B fragments of 8 rows each
     float extra_value[EXTRA_STEPS][4];
-    float sum;  // of weights of main row 2t or 2t + 1 of the warp's eight, for an even or odd g
 
-    __device__ PieceWork(Shared& shared, const Attention& attention)
-        : s(shared), in(attention), sum(0) {
-        // Read by the warps that own the rows, after a barrier.
-        if (threadIdx.x < TILE_ROWS) s.most[threadIdx.x] = NO_SCORE;
-        if (threadIdx.x < WARPS * STEP) (&s.extra_sum[0][0])[threadIdx.x] = 0;
-        if (threadIdx.x < 2 * WARPS) s.rescaled[threadIdx.x] = ~0u;
+    __device__ PieceWork(Shared& shared, const Attention& attention) : Rows(shared, attention) {
 #pragma unroll
         for (int i = 0; i < 2 * LATENT_STEPS * 8; ++i) (&value[0][0][0])[i] = 0;
 #pragma unroll
         for (int i = 0; i < EXTRA_STEPS * 4; ++i) (&extra_value[0][0])[i] = 0;
     }
-
-    __device__ const Request& request() const { return s.deal.request; }
-    __device__ const Piece& piece() const { return s.deal.piece; }
 
     // ---- queries
 
@@ -149,7 +38,8 @@ struct PieceWork {
         return in.query + row * in.query_row_bytes + p % heads * in.query_head_bytes;
     }
     // Dimensions 2t, 2t + 1 of a step of 16, and 8 on.
-    __device__ static uint2 query_pair(const Place& place, const unsigned char* row, bool there, int step) {
+    __device__ static uint2 query_pair(const Place& place, const unsigned char* row, bool there,
+                                       int step) {
         if (!there) return {0, 0};
         const unsigned char* const at = row + step * 32 + place.lane % 4 * 4;
         return {*(const u32*)at, *(const u32*)(at + 16)};
@@ -198,7 +88,8 @@ struct PieceWork {
 
     // ---- scores over this warp's dimensions
 
-    __device__ void score_latent(const Place& place, float (&scores)[4][4], float (&extra)[4], SharedAddress slot) const {
+    __device__ void score_latent(const Place& place, float (&scores)[4][4], float (&extra)[4],
+                                 SharedAddress slot) const {
 #pragma unroll
         for (int v = 0; v < LATENT_STEPS; ++v) {
             u32 key[4];
@@ -243,7 +134,7 @@ struct PieceWork {
                 place.quarter == 2 ? post_main<2>(to, own, scores) : post_main<3>(to, own, scores);
         }
         if (EXTRA) {
-            float4* const to = s.extra_scores[place.warp] + exchanged(place.lane);
+            float4* const to = s.extra_scores[place.warp] + Rows::exchanged(place.lane);
             *to = {extra[0], extra[1], extra[2], extra[3]};
         }
     }
@@ -259,158 +150,6 @@ struct PieceWork {
 #pragma unroll
         for (int i = 0; i < 4; ++i) own[i] = scores[QUARTER][i];
     }
-    // Place of a lane's fragment: those that a row's keys come from lie in different banks.
-    __device__ static u32 exchanged(u32 lane) { return lane ^ lane / 8; }
-
-    // ---- weights of the rows this warp owns
-
-    // Which of a step's positions a row of the tile sees; for one behind its last, that one.
-    __device__ u32 seen_by(int row, int step) const {
-        const int p = piece().tile.first + min(row, piece().tile.rows - 1);
-        return seen_from(in.batch, request(), p, piece().tile.keys, step * STEP);
-    }
-
-    // Main rows: lane 4 g + t has keys g and g + 8 of rows 2t and 2t + 1 of the warp's eight. The
-    // extra row: key lane % 16, in both halves of the warp.
-    __device__ void weigh(const Place& place, const float (&own)[4], int step, u32 i) {
-        const u32 row = 8 * place.warp + place.lane % 4 * 2, extra_row = MAIN_ROWS + place.warp;
-        float score[4] = {own[0], own[1], own[2], own[3]}, extra_score = 0;
-        float most[2], extra_most, above[4], extra_above;  // above: scaled, relative to most
-        bool grows = false;
-        if (MAIN) {
-            collect(place, score);
-            most[0] = s.most[row];
-            most[1] = s.most[row + 1];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) above[k] = fmaf(score[k], in.scale, -most[k % 2]);
-            if (is_masked(step)) hide(place, step, above);
-            grows = max(max(above[0], above[1]), max(above[2], above[3])) > SLACK;
-        }
-        if (EXTRA) {
-            extra_score = collect_extra(place);
-            extra_most = s.most[extra_row];
-            extra_above = fmaf(extra_score, in.scale, -extra_most);
-            if (is_masked(step)) hide_extra(place, step, extra_above);
-            grows = grows || extra_above > SLACK;
-        }
-        if (__any_sync(ALL_LANES, grows)) {
-            if (MAIN) raise(place, i, score, most, above);
-            if (EXTRA) raise_extra(place, i, extra_score, extra_most, extra_above);
-        }
-        if (MAIN) keep_weights(place, i, above);
-        if (EXTRA) keep_extra_weights(place, i, extra_above);
-    }
-
-    // Adds what the other quarters found.
-    __device__ void collect(const Place& place, float (&score)[4]) const {
-#pragma unroll
-        for (int sender = 0; sender < QUARTERS - 1; ++sender) {
-            const float4 part = s.scores[place.group][place.quarter][sender][place.lane];
-            score[0] += part.x;
-            score[1] += part.y;
-            score[2] += part.z;
-            score[3] += part.w;
-        }
-    }
-    __device__ float collect_extra(const Place& place) const {
-        const u32 key = place.lane % STEP, half = place.lane / STEP, row = place.warp;
-        const u32 fragment = exchanged(key % 8 * 4 + row / 2), number = row % 2 + key / 8 * 2;
-        const float* const first = (const float*)&s.extra_scores[half][fragment] + number;
-        float sum = 0;
-#pragma unroll
-        for (int sender = 0; sender < WARPS; sender += 2) sum += first[sender * 4 * WARP];
-        return sum + __shfl_xor_sync(ALL_LANES, sum, STEP);
-    }
-
-    __device__ void hide(const Place& place, int step, float (&above)[4]) const {
-        const u32 row = 8 * place.warp + place.lane % 4 * 2, g = place.lane / 4;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const u32 seen = seen_by(row + k, step) >> g;
-            if (!(seen & 1)) above[k] = NO_SCORE;
-            if (!(seen >> 8 & 1)) above[k + 2] = NO_SCORE;
-        }
-    }
-    __device__ void hide_extra(const Place& place, int step, float& above) const {
-        const u32 seen = seen_by(FIRST_EXTRA + place.warp, step);
-        if (!(seen >> place.lane % STEP & 1)) above = NO_SCORE;
-    }
-
-    // New maxima for rows whose scores have grown far above the old ones; what has been summed up
-    // counts the less.
-    __device__ void raise(const Place& place, u32 i, const float (&score)[4], float (&most)[2],
-                          float (&above)[4]) {
-        const u32 row = 8 * place.warp + place.lane % 4 * 2;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            float best = max(seen_score(score[k], above[k]), seen_score(score[k + 2], above[k + 2]));
-#pragma unroll
-            for (int by = 4; by < WARP; by *= 2)
-                best = max(best, __shfl_xor_sync(ALL_LANES, best, by));
-            const float factor = factor_for(most[k], best);
-            if (place.lane / 4 % 2 == k) sum *= factor;
-            above[k] = above_of(score[k], above[k], most[k]);
-            above[k + 2] = above_of(score[k + 2], above[k + 2], most[k]);
-            if (place.lane < 4) {
-                s.most[row + k] = most[k];
-                s.rescale[row + k] = factor;
-            }
-        }
-        if (place.lane == 0) s.rescaled[place.warp] = i;
-    }
-    __device__ void raise_extra(const Place& place, u32 i, float score, float most, float& above) {
-        const u32 row = MAIN_ROWS + place.warp;
-        float best = seen_score(score, above);
-#pragma unroll
-        for (int by = STEP / 2; by > 0; by /= 2)
-            best = max(best, __shfl_xor_sync(ALL_LANES, best, by));
-        const float factor = factor_for(most, best);
-        above = above_of(score, above, most);
-        if (place.lane < STEP) s.extra_sum[place.warp][place.lane] *= factor;
-        if (place.lane == 0) {
-            s.most[row] = most;
-            s.rescale[row] = factor;
-            s.rescaled[WARPS + place.warp] = i;
-        }
-    }
-    __device__ float seen_score(float score, float above) const {
-        return above == NO_SCORE ? NO_SCORE : score * in.scale;
-    }
-    __device__ float above_of(float score, float above, float most) const {
-        return above == NO_SCORE ? NO_SCORE : fmaf(score, in.scale, -most);
-    }
-    __device__ static float factor_for(float& most, float best) {
-        if (!(best > most + SLACK)) return 1.0f;
-        const float factor = exp2_fast(most - best);
-        most = best;
-        return factor;
-    }
-
-    __device__ void keep_weights(const Place& place, u32 i, const float (&above)[4]) {
-        const u32 pair[2] = {bf16_pair(exp2_fast(above[0]), exp2_fast(above[1])),
-                             bf16_pair(exp2_fast(above[2]), exp2_fast(above[3]))};
-        const u32 at = weight_place(i, 8 * place.warp + place.lane % 8, place.lane / 8 % 2);
-        store_matrices_transposed(shared_address(s.ring + at), pair[0], pair[1]);
-        // Lanes with an even g keep the sum of row 2t, the others that of row 2t + 1: neighbours
-        // exchange what they do not keep.
-        const float low = bf16_low(pair[0]) + bf16_low(pair[1]);
-        const float high = bf16_high(pair[0]) + bf16_high(pair[1]);
-        const bool odd = place.lane / 4 % 2;
-        sum += (odd ? high : low) + __shfl_xor_sync(ALL_LANES, odd ? low : high, 4);
-    }
-    __device__ void keep_extra_weights(const Place& place, u32 i, float above) {
-        if (place.lane >= STEP) return;
-        const u32 pair = bf16_pair(exp2_fast(above), 0.0f);
-        s.extra_weights[i % 2][place.warp][place.lane] = (u16)pair;
-        s.extra_sum[place.warp][place.lane] += bf16_low(pair);
-    }
-    // Byte of the ring where 8 of a main row's weights lie: of the step's own slot what the rope's
-    // dimensions (or padding) have been; halves exchanged so that 8 rows lie in different banks.
-    __device__ static u32 weight_place(u32 i, u32 row, u32 half) {
-        const u32 chunk = row % 4 * 2 + (half ^ row / 4 % 2);  // as 16 rows on, 4 slot rows on
-        return Ring::slot(i) * SLOT_BYTES + row / 4 * STRIDE + 2 * LATENT + 16 * chunk;
-    }
-
     // ---- values
 
     struct Weights {
@@ -422,7 +161,8 @@ struct PieceWork {
         Weights w;
         if (MAIN) {
             const u32 row = 32 * place.group + place.lane % 16;
-            const SharedAddress at = shared_address(s.ring) + weight_place(i, row, place.lane / 16);
+            const SharedAddress at =
+                shared_address(s.ring) + Rows::weight_place(i, row, place.lane / 16);
             load_matrices(w.main[0], at);
             load_matrices(w.main[1], at + 16 / 4 * STRIDE);
         }
@@ -485,8 +225,6 @@ struct PieceWork {
 
     // ---- the piece
 
-    __device__ bool is_masked(int step) const { return (step + 1) * STEP > request().cached; }
-
     __device__ Keys keys() const {
         return {in.cache, (u32)in.cache_row_bytes,
                 in.batch.page_table + (i64)request().index * in.batch.pages, in.batch.page_shift,
@@ -522,7 +260,7 @@ struct PieceWork {
         }
         if (scores_now) {
             barrier_wait(scored, i % 2);
-            weigh(Place(), own, step(i), i);
+            Rows::weigh(Place(), own, step(i), i);
             arrive(weighed, fresh_thread());
         }
         return __any_sync(ALL_LANES, step(i) < piece().end);
@@ -546,31 +284,9 @@ struct PieceWork {
 
     // ---- results
 
-    // The sums over all lanes of a row: [TILE_ROWS] in shared memory, which the scores have left.
-    __device__ float2* gather_norms(const Place& place) {
-        __syncthreads();
-        float2* const norm = (float2*)s.scores;
-        if (MAIN) {
-            sum += __shfl_xor_sync(ALL_LANES, sum, 8);
-            sum += __shfl_xor_sync(ALL_LANES, sum, 16);
-            const u32 row = 8 * place.warp + place.lane % 4 * 2 + place.lane / 4 % 2;
-            if (place.lane < 8) norm[row] = {s.most[row], sum};
-        }
-        if (EXTRA) {
-            const u32 row = place.warp;
-            float sum_of_row = s.extra_sum[row][place.lane % STEP];
-#pragma unroll
-            for (int by = 1; by < STEP; by *= 2)
-                sum_of_row += __shfl_xor_sync(ALL_LANES, sum_of_row, by);
-            if (place.lane == 0) norm[FIRST_EXTRA + row] = {s.most[MAIN_ROWS + row], sum_of_row};
-        }
-        __syncthreads();
-        return norm;
-    }
-
     __device__ void finish() {
         const Place place;
-        const float2* const norm = gather_norms(place);
+        const float2* const norm = Rows::gather_norms(place);
         if (piece().whole())
             write_result(place, norm);
         else

@@ -48,8 +48,8 @@ __device__ __forceinline__ Request request_of(const Batch& batch, int r) {
     return {r, first, max(rows, 0), cached, known};
 }
 
-// Tiles of a request's n packed rows: `tall` of TALL_ROWS, then some of WIDE_ROWS, the last with what
-// is left. At most SHORT_ROWS over a multiple of TALL_ROWS are a tile of their own.
+// Tiles of a request's n packed rows: `tall` of TALL_ROWS, then some of WIDE_ROWS, the last with
+// what is left. At most SHORT_ROWS over a multiple of TALL_ROWS are a tile of their own.
 template <class Shape>
 struct Tiling {
     int size;
@@ -232,8 +232,8 @@ __device__ __forceinline__ u32 lowest_bits(int n) {
     return n <= 0 ? 0 : n >= 32 ? 0xffffffffu : (1u << n) - 1;
 }
 
-// Which of positions first .. first + 31 packed row p of a request sees, of the tile's `keys`: those
-// below a limit, and of those from there on, the drafts, the ones whose bit in the mask is set.
+// Which of positions first .. first + 31 packed row p of a request sees, of the tile's `keys`:
+// those below a limit, and of those from there on, the drafts, the ones whose bit in the mask is set.
 __device__ __forceinline__ u32 seen_from(const Batch& batch, const Request& request, int p,
                                          int keys, int first) {
     const int row = p / batch.heads, node = row - request.known + 1;
