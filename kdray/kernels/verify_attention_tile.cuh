@@ -1,15 +1,18 @@
-// One piece of a tile in bf16 on tensor cores: up to 64 packed rows as the M of its products
-// ("main"), and up to 8 more as an N ("extra"), which costs their products alone: the fragments of
-// keys and values are those of the main rows. A tile has either or both.
+// One piece of a tile in bf16 on tensor cores: up to 64 packed rows ("main") and up to 8 more
+// ("extra"), which cost their products alone: the fragments of keys and values are those of the main
+// rows. A tile has either or both.
 //
 // Warp (group, quarter): main rows 32 group .. + 31; of the latent dimensions a quarter, as k of
 // the scores and as columns of the result; of the rope's, every fourth 16. Queries and results stay
-// in registers. Of every step, scores over a quarter of the dimensions go to the warp that owns the
-// row (8 main rows and 1 extra row a warp), which sums them in a fixed order, weighs and posts the
-// weights in bf16 for all.
+// in registers; extra queries, for which there are none, in shared memory. Of every step, scores
+// over a quarter of the dimensions go to the warp that owns the row (8 main rows and 1 extra row a
+// warp), which sums them in a fixed order, weighs and posts the weights in bf16 for all.
 //
-// The scores of step i + 1 are multiplied out before the values of step i, and weighed in the
-// middle of these, so that a warp waits for another's part only after half a step's own work.
+// Scores are keys by rows (M by N), results are rows by dimensions for main rows and dimensions by
+// rows for extra ones, so that one matrix load serves both.
+//
+// A turn multiplies out the scores of step i, then the values of step i - 1, then weighs step i: a
+// warp waits for what others post only after work of its own.
 #pragma once
 
 #include "verify_attention_weigh.cuh"
