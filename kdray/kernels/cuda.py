@@ -18,6 +18,7 @@ from kdray.kernels import (
     cuda_accept,
     cuda_attention,
     cuda_commit,
+    cuda_draft,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
@@ -28,6 +29,7 @@ from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import (
     AttentionBatch,
     DeviceAttentionBatch,
+    DraftAttentionBatch,
     Norm,
     PlacedRows,
     RoutingRule,
@@ -48,6 +50,7 @@ class CudaOps:
         self.device = self.loader.device
         self._reference = ReferenceOps(self.device)
         self._attention = cuda_attention.CudaAttention(self.loader)
+        self._draft_attention = cuda_draft.CudaDraftAttention(self.loader)
         self._fused = CudaFused(self.loader)
         self._topk = cuda_topk.CudaTopk(self.loader)
         self._sampling = cuda_sampling.CudaSampling(self.loader)
@@ -82,6 +85,13 @@ class CudaOps:
         if not cuda_attention.takes(query, cache, batch.page_size, latent_dim):
             return self._reference.verify_attention(query, cache, batch, scale, latent_dim)
         return self._attention.verify_attention(query, cache, batch, scale, latent_dim)
+
+    def draft_attention(
+        self, query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch, scale: float
+    ) -> Tensor:
+        if not cuda_draft.takes(query, own, cache, batch):
+            return self._reference.draft_attention(query, own, cache, batch, scale)
+        return self._draft_attention.draft_attention(query, own, cache, batch, scale)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._fused.rms_norm(x, norm)

@@ -68,6 +68,26 @@ class DeviceAttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DraftAttentionBatch:
+    """What the blocks of R requests see, S slots each.
+
+    Slot i stands at position end[r] + i. It sees the positions before end[r], whose K and V are in
+    the cache, and the block's own slots, which are not.
+
+    end          [R] int32: positions of context, up to P * page_size
+    page_table   [R, P] int32, as in AttentionBatch; entries behind the context mean nothing
+    causal       nothing behind its own position
+    window       only positions nearer than `window`, its own included; None: all
+    """
+
+    end: Tensor
+    page_table: Tensor
+    page_size: int
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingRows:
     """How each of M rows of logits is drawn.
 
@@ -159,6 +179,17 @@ class Ops(Protocol):
         query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the
         visible keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
         The rows' own KV is already in the cache.
+        """
+        ...
+
+    def draft_attention(
+        self, query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch, scale: float
+    ) -> Tensor:
+        """A drafter's blocks over their paged context and over themselves.
+
+        query [R, S, H, D]; own [R, S, 2, G, D], the blocks' keys and values; cache [.., 2, G, D] ->
+        [R, S, H, D]: softmax(scale * q . key) over the visible keys, of key head h / (H / G);
+        softmax in fp32. Nothing is read of a context beyond its end.
         """
         ...
 

@@ -27,7 +27,12 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels import reference_fused
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, SamplingRows
+from kdray.kernels.ops import (
+    AttentionBatch,
+    DeviceAttentionBatch,
+    DraftAttentionBatch,
+    SamplingRows,
+)
 from kdray.kernels.reference_attention import (
     AttentionTile,
     attend,
@@ -35,6 +40,7 @@ from kdray.kernels.reference_attention import (
     scatter,
     tile_batch,
 )
+from kdray.kernels.reference_draft import BlockView, attend_blocks
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -52,6 +58,7 @@ class ReferenceOps:
         self.device = device
         # Every layer of a step attends alike, so who sees whom is laid out once a batch.
         self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[DraftAttentionBatch, BlockView] = WeakKeyDictionary()
 
     def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As in Ops; a logit of +inf counts as the largest float32."""
@@ -97,6 +104,14 @@ class ReferenceOps:
         for tile in tiles:
             scatter(attend(query, cache, tile, scale, latent_dim), tile, out)
         return out
+
+    def draft_attention(
+        self, query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch, scale: float
+    ) -> Tensor:
+        view = self._views.get(batch)
+        if view is None:
+            view = self._views[batch] = BlockView.of(batch, query.shape[1])
+        return attend_blocks(query, own, cache, view, scale)
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         token = sample_tokens(logits.float().cpu().numpy(), rows)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 
 import pytest
 
-from kdray.kernels import cuda_attention, cuda_fused, cuda_sampling, cuda_topk, cuda_trees
+from kdray.kernels import (
+    cuda_attention,
+    cuda_draft,
+    cuda_fused,
+    cuda_sampling,
+    cuda_topk,
+    cuda_trees,
+)
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 from tests.kernels.fused_cases import RULES
@@ -27,8 +35,14 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("route_experts", "NUM_EXPERTS=1024"): 128,
     ("verify_attention", ""): 255,  # one block of 256: queries and results stay in registers
     ("verify_attention_fp32", ""): 128,
+    ("draft_attention", "HEAD_DIM=64"): 128,  # 4 blocks of 128 threads, queries in registers
+    ("draft_attention", "HEAD_DIM=128"): 168,  # 3 blocks
+    ("draft_attention", "ROW_TILES=4"): 255,
+    ("draft_attention", "ROW_TILES=8"): 255,
+    ("draft_attention_fp32", ""): 255,
 }
 ATTENTION_DIMS = ((512, 64), (64, 16), (128, 32))
+DRAFT_SHAPES = tuple(product(cuda_draft.HEAD_DIMS, cuda_draft.TILES))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
@@ -51,6 +65,7 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "swiglu": [cuda_fused.swiglu_defines(dtype) for dtype in cuda_fused.DTYPES],
     "route_experts": [cuda_fused.routing_defines(*router) for router in RULES.values()],
     "verify_attention": [cuda_attention.defines(*dims) for dims in ATTENTION_DIMS],
+    "draft_attention": [cuda_draft.defines(*shape) for shape in DRAFT_SHAPES],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
@@ -99,6 +114,12 @@ def test_tree_designs_fit_with_their_dynamic_memory() -> None:
 def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
     for dtype in cuda_attention.ENTRIES:  # that a block needs no more, the source asserts
         assert cuda_attention.shared_bytes(dtype, *dims) <= MAX_BLOCK_BYTES
+
+
+@pytest.mark.parametrize("shape", DRAFT_SHAPES, ids=str)
+def test_draft_attention_fits_with_its_dynamic_memory(shape: tuple[int, int]) -> None:
+    for dtype in cuda_draft.ENTRIES:
+        assert cuda_draft.shared_bytes(dtype, *shape) <= MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -1,0 +1,200 @@
+"""Launches draft_attention.cu: a drafter's blocks over their paged context and over themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdray.errors import KernelError
+from kdray.kernels.loader import NO_DEFINES, KernelLoader
+from kdray.kernels.nvrtc import Defines
+from kdray.kernels.ops import DraftAttentionBatch
+
+# As in draft_attention.cu.
+HEAD_DIMS = (64, 128)
+TILES = (1, 2, 4, 8)  # of 16 rows
+STEP = 64
+MAX_PIECES = 32
+NO_WINDOW = 1 << 30
+ENTRIES = {torch.bfloat16: "draft_attention", torch.float32: "draft_attention_fp32"}
+
+WARP = 32
+VECTOR_BYTES = 16
+LOG2_E = math.log2(math.e)
+# Pieces that keep a multiprocessor busy to the end, where the contexts are long; and the steps that
+# another block is worth.
+PIECES_A_PROCESSOR = 4
+LEAST_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """pieces: that the keys of all requests are cut into, about, for each key head; least_steps: of
+    64 keys, that a piece has but for what is left over."""
+
+    pieces: int
+    least_steps: int
+
+
+class CudaDraftAttention:
+    """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
+
+    def __init__(
+        self,
+        loader: KernelLoader,
+        *,
+        plan: DraftPlan | None = None,
+        variant: Defines = NO_DEFINES,
+    ) -> None:
+        """plan: instead of the usual one; variant: further defines of the kernel, for measuring."""
+        self._loader = loader
+        self._plan = plan
+        self._variant = dict(variant)
+        self._work: dict[tuple[int, int, int], _Workspace] = {}
+
+    def draft_attention(
+        self, query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch, scale: float
+    ) -> Tensor:
+        """As kernels.ops.Ops.draft_attention; raises KernelError for what `takes` denies.
+
+        May be captured: grid and workspace depend on shapes alone.
+        """
+        if not takes(query, own, cache, batch):
+            raise KernelError(_refusal(query, own, cache, batch))
+        requests, slots, heads, dim = query.shape
+        groups, pages = own.shape[3], batch.page_table.shape[1]
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if not out.numel():
+            return out
+        tiles = row_tiles(slots * heads // groups)
+        window = min(batch.window or NO_WINDOW, NO_WINDOW)
+        plan = self._plan or self._plan_for(groups)
+        work = self._workspace(plan.pieces, groups, tiles, dim)
+        query = query if _in_rows(query) else query.contiguous()
+        kernel = self._loader.get(
+            "draft_attention", ENTRIES[query.dtype], defines(dim, tiles) | self._variant
+        )
+        reach = min(pages * batch.page_size, window) + slots
+        most = min(MAX_PIECES, -(-reach // (STEP * plan.least_steps)))
+        kernel.launch(
+            groups * min(plan.pieces + requests, most * requests),
+            WARP * warps(tiles),
+            (
+                *(out, work.value, work.norm, work.ticket, query, own, cache),
+                *(batch.end, batch.page_table),
+                *map(np.int64, query.stride()[:2]),
+                *(requests, slots, groups, heads // groups),
+                *(pages, batch.page_size.bit_length() - 1),
+                *(int(batch.causal), window),
+                *(np.float32(scale * LOG2_E), plan.pieces, plan.least_steps),
+            ),
+            shared_bytes=shared_bytes(query.dtype, dim, tiles),
+            overlap=True,
+        )
+        return out
+
+    def _plan_for(self, groups: int) -> DraftPlan:
+        blocks = PIECES_A_PROCESSOR * _processors(self._loader.device)
+        return DraftPlan(pieces=-(-blocks // groups), least_steps=LEAST_STEPS)
+
+    def _workspace(self, pieces: int, groups: int, tiles: int, dim: int) -> _Workspace:
+        """Made at a shape's first call, which must not be the one that is captured."""
+        key = (groups, tiles, dim)
+        if key not in self._work:
+            self._work[key] = _Workspace.empty(
+                2 * pieces, groups, 16 * tiles, dim, self._loader.device
+            )
+        return self._work[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Workspace:
+    """Parts of requests on their way from the blocks that made them to those that merge them."""
+
+    value: Tensor
+    norm: Tensor
+    ticket: Tensor
+
+    @classmethod
+    def empty(
+        cls, slots: int, groups: int, rows: int, dim: int, device: torch.device
+    ) -> _Workspace:
+        return cls(
+            value=torch.empty(slots, groups, rows, dim, device=device),
+            norm=torch.empty(slots, groups, rows, 2, device=device),
+            ticket=torch.zeros(slots, groups, dtype=torch.int32, device=device),
+        )
+
+
+def takes(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch) -> bool:
+    """Whether the kernel serves these; what it does not, the reference does."""
+    (_, slots, heads, dim), groups, size = query.shape, own.shape[3], batch.page_size
+    if query.dtype not in ENTRIES or not own.dtype == cache.dtype == query.dtype:
+        return False
+    if dim not in HEAD_DIMS or heads % groups or slots * heads // groups > 16 * TILES[-1]:
+        return False
+    rows = own.shape == (len(query), slots, 2, groups, dim) and cache.shape[1:] == own.shape[2:]
+    small = len(cache) < 2**31 and batch.page_table.shape[1] * size < 2**30
+    typed = batch.end.dtype == batch.page_table.dtype == torch.int32
+    packed = all(t.is_contiguous() for t in (own, cache, batch.end, batch.page_table))
+    aligned = all(t.data_ptr() % VECTOR_BYTES == 0 for t in (own, cache))
+    wide = batch.window is None or batch.window > 0
+    return rows and small and typed and packed and aligned and wide and size & (size - 1) == 0
+
+
+def row_tiles(rows: int) -> int:
+    """Of 16 rows each: the least that will do."""
+    return next(tiles for tiles in TILES if rows <= 16 * tiles)
+
+
+def warps(tiles: int) -> int:
+    return max(4, tiles)
+
+
+@cache
+def defines(dim: int, tiles: int) -> dict[str, str | int]:
+    """What draft_attention.cu is compiled with."""
+    return {
+        "HEAD_DIM": dim,
+        "ROW_TILES": tiles,
+        "SHARED_BYTES": shared_bytes(torch.bfloat16, dim, tiles),
+        "SHARED_BYTES_FP32": shared_bytes(torch.float32, dim, tiles),
+    }
+
+
+def shared_bytes(dtype: torch.dtype, dim: int, tiles: int) -> int:
+    """Dynamic shared memory of a block: the larger of what its loop and its merge take."""
+    merge = 4 * 16 * tiles * MAX_PIECES
+    if dtype == torch.float32:
+        return max(4 * 16 * tiles * dim, merge) + 4 * 2 * WARP * (dim + 4) + 128
+    stages = 3 if dim == 64 else 2
+    sums = warps(tiles) * 16 * (4 * (dim + 8) + 8)
+    return -(-max(stages * 2 * STEP * 2 * dim, sums, merge) // 128) * 128 + 128
+
+
+def _in_rows(query: Tensor) -> bool:
+    """Whether all heads of a slot lie side by side, wherever a slot starts."""
+    dim, vector = query.shape[3], VECTOR_BYTES // query.itemsize
+    whole = query.stride(3) == 1 and query.stride(2) == dim and query.data_ptr() % VECTOR_BYTES == 0
+    return whole and all(step % vector == 0 for step in query.stride()[:2])
+
+
+def _refusal(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch) -> str:
+    return (
+        f"draft_attention takes no query {tuple(query.shape)} {query.dtype} with own "
+        f"{tuple(own.shape)}, a cache {tuple(cache.shape)} of {cache.dtype} and pages of "
+        f"{batch.page_size}: bfloat16 or float32, D of {HEAD_DIMS}, S * H / G up to "
+        f"{16 * TILES[-1]}, all but the query contiguous, end and page_table int32, pages of a "
+        "power of two"
+    )
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # the kernel's source run on the CPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
