@@ -94,13 +94,15 @@ DEEPSEEK = KIMI | {
 
 @cache
 def huggingface(kind: str = "kimi") -> DeepseekV3ForCausalLM:
-    """A seeded random model: "kimi", "deepseek", "plain_query" (no query latent), "wide_tp"."""
+    """A seeded random model: "kimi", "deepseek", "plain_query" (no query latent), "wide_tp",
+    "wide_latent" (the least sizes the attention kernel takes)."""
     fields = {
         "kimi": KIMI,
         "deepseek": DEEPSEEK,
         "plain_query": KIMI | {"q_lora_rank": None, "rope_scaling": None},
         "wide_tp": KIMI | {"moe_intermediate_size": 128, "num_attention_heads": 8,
                            "num_key_value_heads": 8},
+        "wide_latent": KIMI | {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
     }[kind]  # fmt: skip
     torch.manual_seed(0)
     config = DeepseekV3Config(
