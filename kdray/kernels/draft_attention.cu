@@ -17,9 +17,9 @@
 //             page_table[r, p >> page_shift] * 2^page_shift + p % 2^page_shift
 //
 // Grid: blocks of 128 threads (256 with ROW_TILES 8), G for each piece there may be: pieces + R, or
-// less where page tables are short, whatever the lengths, which are read on the device. Block b takes
-// piece b / G of key head b % G (draft_attention_deal.cuh) and ends at once where there is none. A
-// request's last block merges its pieces (draft_attention_merge.cuh). One piece:
+// less where page tables are short, whatever the lengths, which are read on the device. Block b
+// takes piece b / G of key head b % G (draft_attention_deal.cuh) and ends at once where there is
+// none. A request's last block merges its pieces (draft_attention_merge.cuh). One piece:
 // draft_attention_tile.cuh, draft_attention_fp32.cuh.
 //
 // Limits: D 64 or 128; slots * H / G up to 128; pages of 2^n positions; window up to 2^30. Nothing

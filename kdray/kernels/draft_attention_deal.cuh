@@ -1,9 +1,9 @@
 // How draft_attention's work is cut and dealt out, on the device, from the lengths of this step.
 //
 // A request's keys are its context, or what a window leaves of it, and behind that the block's own;
-// they are taken in steps of STEP. All requests' steps are cut into pieces of nearly one length, for
-// every key head alike, and a block takes one piece of one head. So one long context is spread over
-// the device, however short the others are.
+// they are taken in steps of STEP. All requests' steps are cut into pieces of nearly one length,
+// for every key head alike, and a block takes one piece of one head. So one long context is spread
+// over the device, however short the others are.
 #pragma once
 
 #include "common.cuh"

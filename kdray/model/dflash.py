@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kdray.kernels.ops import DraftAttentionBatch, Ops
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_rope import DraftRope, Rotation
 from kdray.model.layers import RmsNorm, swiglu
@@ -53,22 +53,20 @@ class DraftWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerContext:
-    """What one layer's blocks look back at.
+    """What one layer's blocks look back at: cache [slots, 2, G, D], keys before values, and which
+    of it is whose."""
 
-    kv       [R, C + S, 2, G, D]: context, finite throughout, then room for the block's own S
-    visible  [R, 1, S, C + S] bool, or None where every slot sees every key
-    """
-
-    kv: Tensor
-    visible: Tensor | None
+    cache: Tensor
+    batch: DraftAttentionBatch
 
 
 class DFlashNetwork:
     """The network's two uses: context K/V of committed tokens, and the hidden states of a block."""
 
-    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
+    def __init__(self, config: DFlashConfig, weights: DraftWeights, ops: Ops) -> None:
         self.config = config
         self.weights = weights
+        self._ops = ops
         self._rope = DraftRope(config.head_dim, config.rope_theta, config.yarn, weights.fc.device)
 
     def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
@@ -98,18 +96,14 @@ class DFlashNetwork:
     def _attend(
         self, layer: DraftLayer, x: Tensor, turn: Rotation, context: LayerContext
     ) -> Tensor:
-        """x [R, S, E] -> [R, S, E]; keys are the context's and, behind them, the block's own."""
+        """x [R, S, E] -> [R, S, E]; keys are the context's and the block's own."""
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows, slots, _ = x.shape
         qkv = torch.matmul(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
         turned = turn.apply(layer.head_norm(qkv[:, :, : heads + groups]))
-        query = turned[:, :, :heads]
-        own = context.kv[:, -slots:]
-        own[:, :, 0] = turned[:, :, heads:]
-        own[:, :, 1] = qkv[:, :, heads + groups :]
-        key, value = context.kv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key, value, attn_mask=context.visible, enable_gqa=groups < heads
+        own = torch.stack((turned[:, :, heads:], qkv[:, :, heads + groups :]), dim=2)
+        mixed = self._ops.draft_attention(
+            turned[:, :, :heads], own, context.cache, context.batch, dim**-0.5
         )
-        return torch.matmul(mixed.transpose(1, 2).reshape(rows, slots, heads * dim), layer.out)
+        return torch.matmul(mixed.reshape(rows, slots, heads * dim), layer.out)

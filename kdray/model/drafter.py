@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.core.plan import AcceptedPaths, Candidates, StepPlan
+from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
-from kdray.kernels.ops import Ops
+from kdray.kernels.ops import DraftAttentionBatch, Ops
 from kdray.model.config import ModelConfig
 from kdray.model.dflash import DFlashNetwork, LayerContext
-from kdray.model.dflash_config import DFlashConfig, DraftVisibility
-from kdray.model.dflash_context import BlockContext, look_back, look_back_on_device, slots_at
+from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
 from kdray.model.target import TargetModel
 from kdray.model.target_tables import TargetTables
 
+Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 
@@ -129,7 +129,7 @@ class DFlashDrafter:
             check_fits(config, ModelConfig.from_folder(target), folder)
             tables = TargetTables.read(target, dtype, device)
         return cls(
-            DFlashNetwork(config, load_weights(folder, config, dtype, device)),
+            DFlashNetwork(config, load_weights(folder, config, dtype, device), ops),
             tables,
             ops=ops,
             candidates=candidates,
@@ -145,19 +145,11 @@ class DFlashDrafter:
             return _absent(shape, self._device)
         chosen = torch.tensor(drafting, device=self._device)
         requests = [plan.requests[r] for r in drafting]
-        start = np.array([request.root_position for request in requests], dtype=np.int64)
+        start = np.array([request.root_position for request in requests], dtype=np.int32)
         token, score = self._best(
             roots.to(self._device)[chosen],
             torch.from_numpy(start).to(self._device),
-            self._contexts(
-                lambda visibility: look_back(
-                    requests,
-                    visibility,
-                    block_size=self.network.config.block_size,
-                    page_size=self._page_size,
-                    device=self._device,
-                )
-            ),
+            torch.from_numpy(_page_table(requests)).to(self._device),
         )
         if len(drafting) == len(plan.requests):
             return Candidates(token=token, score=score)
@@ -172,18 +164,9 @@ class DFlashDrafter:
     ) -> Candidates:
         """propose for R requests whose state lives on the device; nothing waits for the host.
 
-        roots, root_position [R] int32; page_table [R, P] int32, all positions of which are read.
+        roots, root_position [R] int32; page_table [R, P] int32.
         """
-        contexts = self._contexts(
-            lambda visibility: look_back_on_device(
-                root_position,
-                page_table,
-                visibility,
-                block_size=self.network.config.block_size,
-                page_size=self._page_size,
-            )
-        )
-        token, score = self._best(roots, root_position, contexts)
+        token, score = self._best(roots, root_position, page_table)
         return Candidates(token=token, score=score)
 
     @torch.inference_mode()
@@ -226,7 +209,7 @@ class DFlashDrafter:
         return self.tables.head.device
 
     def _best(
-        self, roots: Tensor, root_position: Tensor, contexts: Sequence[LayerContext]
+        self, roots: Tensor, root_position: Tensor, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The K best tokens and their scores [R, L, K] behind roots [R] at root_position [R]."""
         config = self.network.config
@@ -234,20 +217,27 @@ class DFlashDrafter:
         block[:, 0] = roots
         offset = torch.arange(config.block_size, device=self._device)
         embedded = F.embedding(block, self.tables.embedding)
+        contexts = self._contexts(root_position, page_table)
         hidden = self.network.draft(embedded, root_position[:, None] + offset, contexts)
         logits = F.linear(hidden, self.tables.head)
         return self._ops.topk_logprob(logits, self._candidates)
 
-    def _contexts(self, look: Callable[[DraftVisibility], BlockContext]) -> list[LayerContext]:
-        """Each layer's context; layers that see alike share the mask."""
-        seen: dict[DraftVisibility, BlockContext] = {}
-        contexts = []
-        for cache, visibility in zip(self.cache, self.network.config.layers, strict=True):
-            if visibility not in seen:
-                seen[visibility] = look(visibility)
-            view = seen[visibility]
-            contexts.append(LayerContext(kv=view.read(cache), visible=view.visible))
-        return contexts
+    def _contexts(self, end: Tensor, page_table: Tensor) -> list[LayerContext]:
+        """Each layer's context, all that lies before the roots; layers that see alike share it."""
+        batches = {
+            visibility: DraftAttentionBatch(
+                end=end,
+                page_table=page_table,
+                page_size=self._page_size,
+                causal=visibility.causal,
+                window=visibility.window,
+            )
+            for visibility in set(self.network.config.layers)
+        }
+        return [
+            LayerContext(cache=cache, batch=batches[visibility])
+            for cache, visibility in zip(self.cache, self.network.config.layers, strict=True)
+        ]
 
 
 def check_fits(config: DFlashConfig, target: ModelConfig, folder: str | Path) -> None:
@@ -265,6 +255,20 @@ def check_fits(config: DFlashConfig, target: ModelConfig, folder: str | Path) ->
             )
 
 
+def _page_table(requests: Sequence[PlannedRequest]) -> Int32Array:
+    """[R, P]; behind a request's pages stands page 0."""
+    table = np.zeros((len(requests), max(len(r.pages) for r in requests)), dtype=np.int32)
+    for row, request in zip(table, requests, strict=True):
+        row[: len(request.pages)] = request.pages
+    return table
+
+
+def _slots_at(request: PlannedRequest, position: Int64Array, page_size: int) -> Int64Array:
+    """Cache slots of a request's positions, by its page table."""
+    pages: Int64Array = request.pages[position // page_size].astype(np.int64)
+    return pages * page_size + position % page_size
+
+
 def _committed_rows(
     plan: StepPlan, paths: AcceptedPaths, row_start: Sequence[int], page_size: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -278,7 +282,7 @@ def _committed_rows(
         rows += [first, row_start[r] + known - 1 + accepted]
         position = request.num_cached + np.arange(known + len(accepted), dtype=np.int64)
         positions.append(position)
-        slots.append(slots_at(request, position, page_size))
+        slots.append(_slots_at(request, position, page_size))
     return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
 
 

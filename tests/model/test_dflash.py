@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from kdray.errors import CheckpointError, UnsupportedModel
+from kdray.kernels.ops import DraftAttentionBatch, load_ops
 from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig, DraftVisibility, default_target_layer_ids
 from kdray.model.dflash_weights import load_weights
@@ -210,10 +211,17 @@ def test_without_context_and_causal_it_is_qwen3(tmp_path: Path) -> None:
     fields = draft_config(is_causal=True)
     folder = write_drafter(tmp_path, fields)
     config = DFlashConfig.from_folder(folder)
-    network = DFlashNetwork(config, load_weights(folder, config, torch.float32, CPU))
+    weights = load_weights(folder, config, torch.float32, CPU)
+    network = DFlashNetwork(config, weights, load_ops(CPU))
     block, position = torch.randn(2, 5, 32), torch.arange(5).repeat(2, 1)
-    visible = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
-    contexts = [LayerContext(kv=torch.zeros(2, 5, 2, 2, 16), visible=visible) for _ in range(2)]
+    batch = DraftAttentionBatch(
+        end=torch.zeros(2, dtype=torch.int32),
+        page_table=torch.zeros(2, 1, dtype=torch.int32),
+        page_size=4,
+        causal=True,
+        window=None,
+    )
+    contexts = [LayerContext(cache=torch.zeros(4, 2, 2, 16), batch=batch) for _ in range(2)]
     found = network.draft(block, position, contexts)
     torch.testing.assert_close(found, _qwen3(fields, block)[:, 1:], atol=1e-4, rtol=1e-4)
 
