@@ -16,7 +16,7 @@ from kdray.kernels.nvrtc import Defines
 from kdray.kernels.ops import DraftAttentionBatch
 
 # As in draft_attention.cu.
-HEAD_DIMS = (64, 128)
+STAGES = {64: 3, 128: 2}  # by D: those that are compiled
 TILES = (1, 2, 4, 8)  # of 16 rows
 STEP = 64
 MAX_PIECES = 32
@@ -35,10 +35,12 @@ LEAST_STEPS = 2
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     """pieces: that the keys of all requests are cut into, about, for each key head; least_steps: of
-    64 keys, that a piece has but for what is left over."""
+    64 keys, that a piece has but for what is left over; stages: of a block's ring of steps, None:
+    what leaves room for several blocks."""
 
     pieces: int
     least_steps: int
+    stages: int | None = None
 
 
 class CudaDraftAttention:
@@ -76,9 +78,8 @@ class CudaDraftAttention:
         plan = self._plan or self._plan_for(groups)
         work = self._workspace(plan.pieces, groups, tiles, dim)
         query = query if _in_rows(query) else query.contiguous()
-        kernel = self._loader.get(
-            "draft_attention", ENTRIES[query.dtype], defines(dim, tiles) | self._variant
-        )
+        wished = defines(dim, tiles, plan.stages) | self._variant
+        kernel = self._loader.get("draft_attention", ENTRIES[query.dtype], wished)
         reach = min(pages * batch.page_size, window) + slots
         most = min(MAX_PIECES, -(-reach // (STEP * plan.least_steps)))
         kernel.launch(
@@ -93,7 +94,7 @@ class CudaDraftAttention:
                 *(int(batch.causal), window),
                 *(np.float32(scale * LOG2_E), plan.pieces, plan.least_steps),
             ),
-            shared_bytes=shared_bytes(query.dtype, dim, tiles),
+            shared_bytes=shared_bytes(query.dtype, dim, tiles, plan.stages),
             overlap=True,
         )
         return out
@@ -136,7 +137,7 @@ def takes(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch)
     (_, slots, heads, dim), groups, size = query.shape, own.shape[3], batch.page_size
     if query.dtype not in ENTRIES or not own.dtype == cache.dtype == query.dtype:
         return False
-    if dim not in HEAD_DIMS or heads % groups or slots * heads // groups > 16 * TILES[-1]:
+    if dim not in STAGES or heads % groups or slots * heads // groups > 16 * TILES[-1]:
         return False
     rows = own.shape == (len(query), slots, 2, groups, dim) and cache.shape[1:] == own.shape[2:]
     small = len(cache) < 2**31 and batch.page_table.shape[1] * size < 2**30
@@ -157,24 +158,25 @@ def warps(tiles: int) -> int:
 
 
 @cache
-def defines(dim: int, tiles: int) -> dict[str, str | int]:
+def defines(dim: int, tiles: int, stages: int | None = None) -> dict[str, str | int]:
     """What draft_attention.cu is compiled with."""
     return {
         "HEAD_DIM": dim,
         "ROW_TILES": tiles,
-        "SHARED_BYTES": shared_bytes(torch.bfloat16, dim, tiles),
+        "STAGES": stages or STAGES[dim],
+        "SHARED_BYTES": shared_bytes(torch.bfloat16, dim, tiles, stages),
         "SHARED_BYTES_FP32": shared_bytes(torch.float32, dim, tiles),
     }
 
 
-def shared_bytes(dtype: torch.dtype, dim: int, tiles: int) -> int:
+def shared_bytes(dtype: torch.dtype, dim: int, tiles: int, stages: int | None = None) -> int:
     """Dynamic shared memory of a block: the larger of what its loop and its merge take."""
     merge = 4 * 16 * tiles * MAX_PIECES
     if dtype == torch.float32:
         return max(4 * 16 * tiles * dim, merge) + 4 * 2 * WARP * (dim + 4) + 128
-    stages = 3 if dim == 64 else 2
+    ring = (stages or STAGES[dim]) * 2 * STEP * 2 * dim
     sums = warps(tiles) * 16 * (4 * (dim + 8) + 8)
-    return -(-max(stages * 2 * STEP * 2 * dim, sums, merge) // 128) * 128 + 128
+    return -(-max(ring, sums, merge) // 128) * 128 + 128
 
 
 def _in_rows(query: Tensor) -> bool:
@@ -188,7 +190,7 @@ def _refusal(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBat
     return (
         f"draft_attention takes no query {tuple(query.shape)} {query.dtype} with own "
         f"{tuple(own.shape)}, a cache {tuple(cache.shape)} of {cache.dtype} and pages of "
-        f"{batch.page_size}: bfloat16 or float32, D of {HEAD_DIMS}, S * H / G up to "
+        f"{batch.page_size}: bfloat16 or float32, D of {tuple(STAGES)}, S * H / G up to "
         f"{16 * TILES[-1]}, all but the query contiguous, end and page_table int32, pages of a "
         "power of two"
     )

@@ -37,7 +37,7 @@
 #define ROW_TILES 2
 #endif
 #ifndef STAGES  // steps of 64 keys on their way or at work
-#define STAGES (HEAD_DIM == 64 ? 3 : 2)
+#define STAGES 2
 #endif
 #ifndef RESIDENT  // blocks of a multiprocessor to fit the registers to
 #define RESIDENT (ROW_TILES > 4 ? 1 : HEAD_DIM == 64 ? 4 : ROW_TILES > 2 ? 2 : 3)

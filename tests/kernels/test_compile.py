@@ -42,7 +42,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention_fp32", ""): 255,
 }
 ATTENTION_DIMS = ((512, 64), (64, 16), (128, 32))
-DRAFT_SHAPES = tuple(product(cuda_draft.HEAD_DIMS, cuda_draft.TILES))
+DRAFT_SHAPES = tuple(product(cuda_draft.STAGES, cuda_draft.TILES))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
