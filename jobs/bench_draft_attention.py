@@ -32,12 +32,7 @@ from gpu_timing import Call, copy_bytes_per_us, graph_us
 from record import Record
 from torch import Tensor
 
-from kdray.kernels.cuda_draft import (
-    LEAST_STEPS,
-    PIECES_A_PROCESSOR,
-    CudaDraftAttention,
-    DraftPlan,
-)
+from kdray.kernels.cuda_draft import LEAST_STEPS, CudaDraftAttention, DraftPlan, plan_for
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import DraftAttentionBatch
 from kdray.kernels.reference_draft import BlockView, attend_blocks
@@ -102,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--pieces", type=int, nargs="+", default=[PIECES_A_PROCESSOR])
+    parser.add_argument("--pieces", type=int, nargs="+", help="a key head, not the usual ones")
     parser.add_argument("--least", type=int, nargs="+", default=[LEAST_STEPS])
     parser.add_argument("--stages", type=int, default=None, help="of the kernel's ring")
     parser.add_argument("--resident", type=int, default=None, help="blocks a multiprocessor")
@@ -128,8 +123,10 @@ def compare(record: Record, shape: Shape, speed: float, arguments: argparse.Name
     """A row for each way to cut the work; rivals beside the first."""
     sets = input_sets(shape)
     rivals = {} if arguments.no_rivals else rivals_of(shape, sets)
-    for pieces, least in product(arguments.pieces, arguments.least):
-        attention = attention_of(shape, pieces, least, arguments)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    usual = plan_for(processors, shape.batch, shape.groups).pieces
+    for pieces, least in product(arguments.pieces or [usual], arguments.least):
+        attention = attention_of(pieces, least, arguments)
         check(attention, sets[0], shape)
         calls = [partial(ours, attention, inputs) for inputs in sets]
         samples = {"us": graph_us(calls, replays=arguments.replays, at_least=20)}
@@ -138,19 +135,16 @@ def compare(record: Record, shape: Shape, speed: float, arguments: argparse.Name
         floor = shape.bytes_read / speed
         us = sorted(samples["us"])[len(samples["us"]) // 2]
         params = {"batch": shape.batch, "context": shape.context, "spread": shape.spread}
-        if len(arguments.pieces) * len(arguments.least) > 1:
+        if arguments.pieces or len(arguments.least) > 1:
             params |= {"pieces": pieces, "least": least}
         record.add(params, samples, {"floor_us": floor, "fraction": floor / us})
         rivals = {}
 
 
-def attention_of(
-    shape: Shape, pieces: int, least: int, arguments: argparse.Namespace
-) -> CudaDraftAttention:
-    blocks = pieces * torch.cuda.get_device_properties(0).multi_processor_count
+def attention_of(pieces: int, least: int, arguments: argparse.Namespace) -> CudaDraftAttention:
     return CudaDraftAttention(
         KernelLoader(torch.device("cuda")),
-        plan=DraftPlan(-(-blocks // shape.groups), least, arguments.stages),
+        plan=DraftPlan(pieces, least, arguments.stages),
         variant={} if arguments.resident is None else {"RESIDENT": arguments.resident},
     )
 

@@ -26,9 +26,10 @@ ENTRIES = {torch.bfloat16: "draft_attention", torch.float32: "draft_attention_fp
 WARP = 32
 VECTOR_BYTES = 16
 LOG2_E = math.log2(math.e)
-# Pieces that keep a multiprocessor busy to the end, where the contexts are long; and the steps that
-# another block is worth.
+# By reasoning, not by measurement: pieces keep the multiprocessors busy to the end; one block has
+# to merge all of a request and key head; a piece is worth a block from so many steps on.
 PIECES_A_PROCESSOR = 4
+PIECES_A_REQUEST = 16
 LEAST_STEPS = 2
 
 
@@ -75,8 +76,8 @@ class CudaDraftAttention:
             return out
         tiles = row_tiles(slots * heads // groups)
         window = min(batch.window or NO_WINDOW, NO_WINDOW)
-        plan = self._plan or self._plan_for(groups)
-        work = self._workspace(plan.pieces, groups, tiles, dim)
+        plan = self._plan or plan_for(_processors(self._loader.device), requests, groups)
+        work = self._workspace(groups, tiles, dim)
         query = query if _in_rows(query) else query.contiguous()
         wished = defines(dim, tiles, plan.stages) | self._variant
         kernel = self._loader.get("draft_attention", ENTRIES[query.dtype], wished)
@@ -99,17 +100,15 @@ class CudaDraftAttention:
         )
         return out
 
-    def _plan_for(self, groups: int) -> DraftPlan:
-        blocks = PIECES_A_PROCESSOR * _processors(self._loader.device)
-        return DraftPlan(pieces=-(-blocks // groups), least_steps=LEAST_STEPS)
-
-    def _workspace(self, pieces: int, groups: int, tiles: int, dim: int) -> _Workspace:
-        """Made at a shape's first call, which must not be the one that is captured."""
+    def _workspace(self, groups: int, tiles: int, dim: int) -> _Workspace:
+        """Made at a shape's first call, which must not be the one that is captured; large enough
+        for any number of requests."""
         key = (groups, tiles, dim)
         if key not in self._work:
-            self._work[key] = _Workspace.empty(
-                2 * pieces, groups, 16 * tiles, dim, self._loader.device
-            )
+            device = self._loader.device
+            most = self._plan or DraftPlan(most_pieces(_processors(device), groups), LEAST_STEPS)
+            slots = 2 * most.pieces
+            self._work[key] = _Workspace.empty(slots, groups, 16 * tiles, dim, device)
         return self._work[key]
 
 
@@ -130,6 +129,17 @@ class _Workspace:
             norm=torch.empty(slots, groups, rows, 2, device=device),
             ticket=torch.zeros(slots, groups, dtype=torch.int32, device=device),
         )
+
+
+def plan_for(processors: int, requests: int, groups: int) -> DraftPlan:
+    """Fixed for a number of requests, so that a captured launch is right for any contexts."""
+    one_a_processor = -(-processors // groups)
+    wanted = max(one_a_processor, PIECES_A_REQUEST * requests)
+    return DraftPlan(min(wanted, most_pieces(processors, groups)), LEAST_STEPS)
+
+
+def most_pieces(processors: int, groups: int) -> int:
+    return -(-PIECES_A_PROCESSOR * processors // groups)
 
 
 def takes(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBatch) -> bool:

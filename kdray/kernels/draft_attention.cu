@@ -40,7 +40,7 @@
 #define STAGES 2
 #endif
 #ifndef RESIDENT  // blocks of a multiprocessor to fit the registers to
-#define RESIDENT (ROW_TILES > 4 ? 1 : HEAD_DIM == 64 ? 4 : ROW_TILES > 2 ? 2 : 3)
+#define RESIDENT (ROW_TILES > 4 ? 1 : (HEAD_DIM == 64 ? 4 : 3) - (ROW_TILES > 2))
 #endif
 
 #include "draft_attention_fp32.cuh"

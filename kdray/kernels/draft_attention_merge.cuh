@@ -35,6 +35,7 @@ struct Heads {
 
 constexpr float NO_SCORE = -1e30f;  // finite, so that differences of two are no NaN
 constexpr int ROW_FOURS = HEAD_DIM / 4;
+constexpr int ABREAST_MERGED = 4;  // a thread's loads of a part: what is far takes many on the way
 
 __device__ __forceinline__ void add_scaled(float4& sum, float4 x, float by) {
     sum.x = fmaf(x.x, by, sum.x);
@@ -94,17 +95,27 @@ __device__ __forceinline__ void merge_parts(Number* out, const Workspace& work, 
                                             const Heads& heads, float (*weight)[MAX_PIECES]) {
     weigh_parts(weight, work, piece, heads);
     __syncthreads();
+    const int elements = heads.rows * ROW_FOURS;
     const i64 from_part_to_part = (i64)heads.groups * ROWS * ROW_FOURS;
     const float4* const first =
         (const float4*)work.value + part_row(heads, piece.first_slot, 0) * ROW_FOURS;
-    for (int i = threadIdx.x; i < heads.rows * ROW_FOURS; i += THREADS) {
-        const int row = i / ROW_FOURS;
-        float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
+    for (int base = threadIdx.x; base < elements; base += THREADS * ABREAST_MERGED) {
+        float4 sum[ABREAST_MERGED] = {};
+#pragma unroll 4
         for (int part = 0; part < piece.count; ++part) {
-            const float4 x = load_shared_by_blocks(first + part * from_part_to_part + i);
-            add_scaled(sum, x, weight[row][part]);
+#pragma unroll
+            for (int k = 0; k < ABREAST_MERGED; ++k) {
+                const int i = min(base + THREADS * k, elements - 1);
+                const float4 x = load_shared_by_blocks(first + part * from_part_to_part + i);
+                add_scaled(sum[k], x, weight[i / ROW_FOURS][part]);
+            }
         }
-        write4(out + heads.out_offset(row, piece.request) + i % ROW_FOURS * 4, sum);
+#pragma unroll
+        for (int k = 0; k < ABREAST_MERGED; ++k) {
+            const int i = base + THREADS * k;
+            if (i >= elements) break;
+            const i64 row = heads.out_offset(i / ROW_FOURS, piece.request);
+            write4(out + row + i % ROW_FOURS * 4, sum[k]);
+        }
     }
 }

@@ -80,7 +80,7 @@ struct PieceWork {
     // ---- keys and values
 
     // The row of the cache, or ~ the row of `own`, of the key that this lane knows for its warp in
-    // the piece's step i.
+    // the piece's step i. Behind the last key comes the last again, which nobody sees.
     __device__ int locate(int i) const {
         const Batch& batch = in.batch;
         const int p = position(i) + KEYS_A_WARP * warp_id() + lane_id() % KEYS_A_WARP;
@@ -91,23 +91,23 @@ struct PieceWork {
         return (pages[p >> shift] << shift) + (p & ((1 << shift) - 1));
     }
 
-    // Starts the copies of step i, whose keys lie where locate said; zeros behind the last key.
+    // Starts the copies of step i, whose keys lie where locate said.
     __device__ void bring(int i, int where) const {
         const int chunk = lane_id() % ROW_CHUNKS;
-        const i64 kind_bytes = (i64)in.heads.groups * ROW_BYTES;
-        const i64 within = (i64)in.heads.group * ROW_BYTES + 16 * chunk;
+        const u32 kind_bytes = in.heads.groups * ROW_BYTES;  // from a key to its value
+        const u32 within = in.heads.group * ROW_BYTES + 16 * chunk;
         const SharedAddress ring = shared_address(s.ring[i % STAGES]);
 #pragma unroll 2
         for (int k = 0; k < KEYS_A_WARP; k += ABREAST) {
             const int from_lane = k + lane_id() / ROW_CHUNKS;
             const int key = KEYS_A_WARP * warp_id() + from_lane;
             const int at = __shfl_sync(ALL_LANES, where, from_lane);
-            const unsigned char* const rows = at < 0 ? in.own : in.cache;
-            const unsigned char* const from = rows + 2 * kind_bytes * (at < 0 ? ~at : at) + within;
+            const u64 row = (u32)(at < 0 ? ~at : at);
+            const unsigned char* const from =
+                (at < 0 ? in.own : in.cache) + row * (2 * kind_bytes) + within;
             const SharedAddress to = ring + key * ROW_BYTES + (chunk ^ key % 8) * 16;
-            const bool there = position(i) + key < span.last;
-            copy_async(to, from, there);
-            copy_async(to + TILE_BYTES, from + kind_bytes, there);
+            copy_async(to, from, true);
+            copy_async(to + TILE_BYTES, from + kind_bytes, true);
         }
         barrier_arrive_after_copies(shared_address(&s.landed[i % STAGES]));
     }

@@ -37,7 +37,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("verify_attention_fp32", ""): 128,
     ("draft_attention", "HEAD_DIM=64"): 128,  # 4 blocks of 128 threads, queries in registers
     ("draft_attention", "HEAD_DIM=128"): 168,  # 3 blocks
-    ("draft_attention", "ROW_TILES=4"): 255,
+    ("draft_attention", "ROW_TILES=4"): 255,  # a block less
     ("draft_attention", "ROW_TILES=8"): 255,
     ("draft_attention_fp32", ""): 255,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_draft import CudaDraftAttention, DraftPlan
+from kdray.kernels.cuda_draft import CudaDraftAttention, DraftPlan, most_pieces, plan_for
 from tests.kernels.attention_cases import difference
 from tests.kernels.draft_cases import DEMO, RULES, Case, Heads, expected, make_case
 from tests.kernels.simt_loader import simt_loader
@@ -157,3 +157,10 @@ def test_cuda_ops_leave_to_the_reference_what_the_kernel_does_not_take(dim: int)
 
 def test_no_requests() -> None:
     assert attend(make_case([], SMALL)).shape == (0, 5, 2, 64)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("requests", [1, 3, 64])
+def test_a_plan_fits_the_workspace_and_fills_the_device(requests: int, groups: int) -> None:
+    plan = plan_for(132, requests, groups)
+    assert 132 <= groups * plan.pieces <= groups * most_pieces(132, groups)
