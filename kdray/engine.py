@@ -21,9 +21,10 @@ from kdray.core.request import Request, SamplingParams
 from kdray.driver.ahead import AheadDecoder, Buckets
 from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
-from kdray.driver.running import RunningState
+from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
 from kdray.facts import EngineFacts, resolve
+from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.model.dflash_config import DFlashConfig
@@ -112,9 +113,11 @@ def build_engine(
     """
     ops = load_ops(facts.device)
     shard = shard or Shard()
+    draft = DFlashConfig.from_folder(facts.drafter) if facts.drafter else None
+    taps = draft.target_layer_ids if draft else ()
     if runs_ahead is None:
-        runs_ahead = config.graphs and facts.device.type == "cuda" and shard.size == 1
-    taps = DFlashConfig.from_folder(facts.drafter).target_layer_ids if facts.drafter else ()
+        on_one_gpu = facts.device.type == "cuda" and shard.size == 1
+        runs_ahead = config.graphs and on_one_gpu and _fits_rounds(config, facts, draft)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
     verifier = build_verifier(
         config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
@@ -178,6 +181,17 @@ def assemble(
     return Engine(facts=facts, driver=driver, speculation=speculation)
 
 
+def _fits_rounds(config: EngineConfig, facts: EngineFacts, draft: DFlashConfig | None) -> bool:
+    reason = beyond_kernels(
+        vocab=facts.model.vocab_size,
+        depth=draft.block_size - 1 if draft else 0,
+        page_size=config.page_size,
+    )
+    if reason is not None:
+        _log.warning("no CUDA graphs for this model, every step comes from the host: %s", reason)
+    return reason is None
+
+
 def _running_state(config: EngineConfig, facts: EngineFacts, scheduler: Scheduler) -> RunningState:
     return RunningState(
         slots=config.max_requests,
@@ -196,7 +210,8 @@ def _decoder(config: EngineConfig, parts: RoundParts, speculation: Speculation) 
     )
     if parts.state.slots.root.device.type == "cuda":
         start = time.perf_counter()
-        taken = decoder.capture(_show_progress)
+        with on_device(parts.state.slots.root.device):
+            taken = decoder.capture(_show_progress)
         seconds = time.perf_counter() - start
         _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / 2**20)
     return decoder

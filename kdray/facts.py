@@ -14,6 +14,8 @@ from kdray.errors import ConfigError
 from kdray.model.config import ModelConfig
 from kdray.verifier.kv_cache import KVCache
 
+MOST_AHEAD = 16  # tokens a step in flight may add: the deepest drafts that graphs take, and one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
@@ -111,7 +113,8 @@ def _num_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
 ) -> int:
     """Pages for max_requests of the longest kind, or as many as the memory allows."""
-    wanted = config.max_requests * -(-(max_model_len + config.budget) // config.page_size)
+    places = max_model_len + config.budget + MOST_AHEAD
+    wanted = config.max_requests * -(-places // config.page_size)
     page_bytes = KVCache.bytes_per_page(
         num_layers=model.num_hidden_layers,
         page_size=config.page_size,

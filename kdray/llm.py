@@ -69,10 +69,14 @@ class LLM:
         writers = {r.request_id: _Writer(r, self.tokenizer) for r in requests}
         for request in requests:
             self.driver.submit(request)
-        for output in self._outputs():
-            writer = writers.get(output.request_id)
-            if writer is not None and writer.write(output):
-                self.driver.abort(output.request_id)
+        try:
+            for output in self._outputs():
+                writer = writers.get(output.request_id)
+                if writer is not None and writer.write(output):
+                    self.driver.abort(output.request_id)
+        finally:  # nobody waits for what an error or Ctrl-C left
+            for request_id in writers:
+                self.driver.abort(request_id)
         return [writers[request.request_id].completion() for request in requests]
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Here they run uncaptured on the CPU, in the order of steps, pages and late resul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 
@@ -13,8 +14,11 @@ import pytest
 
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
+from kdray.core.plan import RequestResult
 from kdray.core.request import SamplingParams
+from kdray.driver.ahead import InFlight
 from kdray.engine import Engine, build_engine, make_request, resolve
+from kdray.errors import InvalidRequest
 
 LENGTH = 320
 
@@ -100,3 +104,74 @@ def test_broken_weights_are_said() -> None:
     with pytest.raises(ValueError, match="late: no finite logit"):
         while driver.step() is not None:
             pass
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_as_long_as_the_model_finds_its_pages(ahead: bool) -> None:
+    engine = engine_of(ahead=ahead, max_requests=1, budget=16)
+    visit = staying(range(100, 120), SamplingParams(max_tokens=LENGTH - 20, ignore_eos=True))
+    [reply] = run_visits(engine.driver, engine.facts, [visit])
+    assert len(reply.token_ids) == LENGTH - 20
+
+
+def test_a_step_that_is_interrupted_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits = [staying(range(100, 120), SamplingParams(max_tokens=40, ignore_eos=True))]
+    [expected] = run_visits(engine_of(ahead=True).driver, engine_of(ahead=True).facts, visits)
+    engine = engine_of(ahead=True)
+    driver, decoder = engine.driver, engine.driver._decoder
+    assert decoder is not None
+    request = make_request("r", visits[0].prompt, visits[0].sampling, engine.facts)
+    driver.submit(request)
+    collect, calls = decoder.collect, 0
+
+    def interrupted(flight: InFlight) -> list[RequestResult]:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise KeyboardInterrupt
+        return collect(flight)
+
+    monkeypatch.setattr(decoder, "collect", interrupted)
+    while request.finish_reason is None:
+        with suppress(KeyboardInterrupt):
+            driver.step()
+    assert calls > 6
+    assert request.tokens[20:] == expected.token_ids
+
+
+def test_broken_logits_of_a_request_that_left_trouble_nobody() -> None:
+    engine = engine_of(ahead=True)
+    driver, sampling = engine.driver, SamplingParams(max_tokens=30, ignore_eos=True)
+    driver.submit(make_request("left", range(100, 120), sampling, engine.facts))
+    driver.step()
+    model = driver.verifiers._verifier.model  # type: ignore[attr-defined]
+    weight = model.final_norm.weight.clone()
+    model.final_norm.weight.fill_(float("nan"))
+    driver.step()
+    model.final_norm.weight.copy_(weight)
+    driver.abort("left")
+    visit = staying(range(100, 120), sampling)
+    [reply] = run_visits(driver, engine.facts, [visit])
+    assert len(reply.token_ids) == 30
+
+
+def test_prompt_tokens_are_counted_alike() -> None:
+    counted = []
+    for ahead in (False, True):
+        engine = engine_of(ahead=ahead, prefill_chunk=7)
+        visits = [staying(range(100, 100 + n), SamplingParams(max_tokens=3)) for n in (1, 8, 20)]
+        run_visits(engine.driver, engine.facts, visits)
+        counted.append(engine.driver.counters.prompt_tokens)
+    assert counted == [29, 29]
+
+
+def test_an_id_is_refused_while_its_request_is_open() -> None:
+    engine = engine_of(ahead=True)
+    sampling = SamplingParams(max_tokens=3)
+    first, second = (make_request("same", [5, 6], sampling, engine.facts) for _ in range(2))
+    engine.driver.submit(first)
+    with pytest.raises(InvalidRequest, match="still open"):
+        engine.driver.submit(second)
+    while engine.driver.step() is not None:
+        pass
+    engine.driver.submit(second)

@@ -163,11 +163,15 @@ class AcceptedPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """What one request gained: accepted draft tokens and the bonus token, in order."""
+    """What one request gained: accepted draft tokens and the bonus token, in order.
+
+    is_broken   a row without any finite logit was met: the tokens mean nothing
+    """
 
     request_id: str
     tokens: tuple[int, ...]
     num_drafted: int
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +22,8 @@ from kdray.core.plan import (
 )
 from kdray.core.request import Request
 from kdray.driver.ahead import AheadDecoder, InFlight
-from kdray.driver.scheduler import RequestOutput, Scheduler
+from kdray.driver.running import on_device
+from kdray.driver.scheduler import AheadStep, RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
 from kdray.kernels.ops import Ops
 from kdray.model.drafter import Drafter
@@ -67,7 +68,7 @@ class Driver:
         self._depth = speculation.depth
         self._device = device
         self._decoder = decoder
-        self._in_flight: InFlight | None = None
+        self._flights: deque[InFlight] = deque()  # launched, oldest first; one between two steps
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest where it can never run."""
@@ -82,21 +83,28 @@ class Driver:
         """One round for every request that can run; None where there is nothing to do."""
         if self._decoder is None:
             return self._step_planned()
-        outputs: list[RequestOutput] = []
-        if self._in_flight is not None and self.scheduler.pages_short():
-            outputs += self._collect(self._decoder)
+        with on_device(self._device):
+            return self._step_ahead(self._decoder)
+
+    def _step_ahead(self, decoder: AheadDecoder) -> list[RequestOutput] | None:
+        """Launch the next step of those who decode, run the others', read the one before.
+
+        A step stays among the flights until its outcome is in the scheduler, so that an
+        interruption loses nothing.
+        """
+        most = 0 if self.scheduler.pages_short() else 1
+        outputs = self._collect(decoder, leave=most)
         with self.clock.stage("schedule"):
             self.scheduler.reserve_running()
             ahead = self.scheduler.schedule_ahead()
-        launched = None
         if ahead is not None:
             with self.clock.stage("launch"):
-                launched = self._decoder.launch(ahead)
+                self._flights.append(decoder.launch(ahead))
         planned = self._step_planned()
-        idle = planned is None and launched is None and self._in_flight is None
-        outputs += (planned or []) + self._collect(self._decoder)
-        self._in_flight = launched
-        return None if idle and not outputs else outputs
+        if planned is None and not self._flights and not outputs:
+            return None
+        outputs += planned or []
+        return outputs + self._collect(decoder, leave=0 if ahead is None else 1)
 
     def _step_planned(self) -> list[RequestOutput] | None:
         with self.clock.stage("schedule"):
@@ -109,18 +117,18 @@ class Driver:
             self._count(plan, outputs)
         return outputs
 
-    def _collect(self, decoder: AheadDecoder) -> list[RequestOutput]:
-        """What the step in flight gave, once it is here."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is None:
-            return []
-        with self.clock.stage("wait"):
-            results = decoder.collect(flight)
-        with self.clock.stage("schedule"):
-            outputs = self.scheduler.update_ahead(flight.step, results)
-            self.counters.steps += 1
-            self.counters.verified_rows += sum(1 + result.num_drafted for result in results)
-            self._count_outputs(outputs)
+    def _collect(self, decoder: AheadDecoder, *, leave: int) -> list[RequestOutput]:
+        """What the oldest flights gave, until so many are left."""
+        outputs: list[RequestOutput] = []
+        while len(self._flights) > leave:
+            flight = self._flights[0]
+            with self.clock.stage("wait"):
+                results = decoder.collect(flight)
+            with self.clock.stage("schedule"):
+                self._count_ahead(flight.step, results)
+                outputs += self.scheduler.update_ahead(flight.step, results)
+                self._flights.popleft()
+        self._count_outputs(outputs)
         return outputs
 
     def round(self, plan: StepPlan) -> StepResult:
@@ -167,6 +175,13 @@ class Driver:
             )
             counters.verified_rows += len(request.known) + request.budget
         self._count_outputs(outputs)
+
+    def _count_ahead(self, step: AheadStep, results: Sequence[RequestResult]) -> None:
+        """A prompt's last token may be the root of the first tree."""
+        counters = self.counters
+        counters.steps += 1
+        counters.verified_rows += sum(1 + result.num_drafted for result in results)
+        counters.prompt_tokens += sum(r.num_cached < len(r.prompt) for r in step.requests)
 
     def _count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         counters = self.counters

@@ -6,6 +6,7 @@ The host places a request once, and afterwards only its page table, as it grows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,11 @@ class Placement:
     root_position: int
     sampling: SamplingParams
     seed: int
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one: whoever uses the engine may have chosen another since."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class RunningState:

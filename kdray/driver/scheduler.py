@@ -90,6 +90,7 @@ class Scheduler:
         self._most_drafts = speculation.draft_nodes(limits.max_model_len)
         self._most_ahead = speculation.depth + 1 if runs_ahead else 0  # tokens of a step in flight
         self._waiting: deque[Request] = deque()
+        self._ids: set[str] = set()  # of waiting and running requests
         self._running: list[Request] = []  # in order of admission
         self._free_slots = list(range(limits.max_requests))[::-1]
         self._step = 0
@@ -103,7 +104,8 @@ class Scheduler:
         return len(self._running)
 
     def validate(self, request: Request) -> None:
-        """Raises InvalidRequest for what can never run, with the figures."""
+        """Raises InvalidRequest for what can never run, with the figures. From any thread."""
+        self._refuse_known(request)
         limits = self.limits
         for param, tokens in _tokens_named(request):
             if not all(0 <= token < limits.vocab_size for token in tokens):
@@ -126,6 +128,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that validate() has passed."""
+        self._refuse_known(request)
+        self._ids.add(request.request_id)
         request.runs_ahead = self._runs_ahead and not adjusts(request.sampling)
         self._waiting.append(request)
 
@@ -213,14 +217,30 @@ class Scheduler:
     def update_ahead(
         self, step: AheadStep, results: Sequence[RequestResult]
     ) -> list[RequestOutput]:
-        """As update; requests that ended while the step ran are passed over."""
+        """As update; requests that ended while the step ran are passed over.
+
+        Raises ValueError where a running request's logits were all broken.
+        """
         outputs = []
         for request, gained in zip(step.requests, results, strict=True):
             request.num_in_flight -= 1
             if request.status is RequestStatus.RUNNING:
+                if gained.is_broken:
+                    raise ValueError(
+                        f"request {request.request_id}: no finite logit is left to draw from; "
+                        "the model's weights or its input are broken"
+                    )
                 request.num_cached += len(gained.tokens)
                 outputs.append(self._append(request, gained.tokens, gained.num_drafted))
         return outputs
+
+    def _refuse_known(self, request: Request) -> None:
+        if request.request_id in self._ids:
+            raise InvalidRequest(
+                f"request_id {request.request_id!r} belongs to a request that is still open; "
+                "pages and outputs go by it, so give every request its own",
+                param="request_id",
+            )
 
     def _outgrown(self) -> list[Request]:
         """Running requests whose next step may reach beyond their pages."""
@@ -336,6 +356,7 @@ class Scheduler:
         self._running.remove(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._ids.discard(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 

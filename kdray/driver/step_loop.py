@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from typing import Protocol
 from kdray.core.request import Request
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
-from kdray.errors import EngineClosed, RankFailed
+from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 
 Emit = Callable[[list[RequestOutput]], None]
 _IDLE_POLL_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class HasDriver(Protocol):
@@ -127,7 +129,7 @@ class StepLoop:
             action = self._inbox.get(timeout=_IDLE_POLL_S) if wait else self._inbox.get_nowait()
             while True:
                 if action is not None:
-                    action(driver)
+                    _apply(action, driver)
                 action = self._inbox.get_nowait()
         except queue.Empty:
             return
@@ -149,6 +151,13 @@ def snapshot(driver: Driver) -> DriverStats:
         accept_lengths=dict(counters.accept_lengths),
         stage_seconds=dict(driver.clock.seconds),
     )
+
+
+def _apply(action: Callable[[Driver], None], driver: Driver) -> None:
+    try:
+        action(driver)
+    except InvalidRequest as error:  # another of the same id was queued since it was checked
+        _log.warning("a request was dropped: %s", error)
 
 
 def _abort(driver: Driver, request_id: str) -> None:

@@ -8,11 +8,22 @@ import torch
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees, RunningRows
-from kdray.kernels import cuda_accept, cuda_commit, cuda_trees
+from kdray.kernels import cuda_accept, cuda_commit, cuda_sampling, cuda_topk, cuda_trees
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_sampling import CudaSampling
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.round_ops import Drawn, DrawRows, PlacedTrees, SlotState
+
+
+def beyond_kernels(*, vocab: int, depth: int, page_size: int) -> str | None:
+    """Why a model cannot run in device rounds, which have no reference to fall back to; or None."""
+    if vocab > min(cuda_topk.MAX_VOCAB, cuda_sampling.MAX_VOCAB):
+        return f"its {vocab} tokens are more than the kernels' {cuda_topk.MAX_VOCAB}"
+    if depth > cuda_trees.MAX_DEPTH:
+        return f"its drafter looks {depth} tokens ahead, the kernels take {cuda_trees.MAX_DEPTH}"
+    if page_size & (page_size - 1):
+        return f"pages of {page_size} tokens are no power of two"
+    return None
 
 
 class CudaRoundOps:
