@@ -31,6 +31,8 @@ fmt: $(VENV)/.dev
 
 # On a GPU host, in an environment that already has torch and CuPy.
 gpu-test:
+	@$(PYTHON) -c 'import pytest, torch, cupy; assert torch.cuda.is_available()' 2>/dev/null || \
+	  { echo "gpu-test needs a GPU, and an environment with a CUDA build of torch, CuPy and pytest"; exit 1; }
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 bench: $(VENV)/.dev

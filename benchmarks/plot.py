@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plots need matplotlib: pip install -e '.[plots]'")
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hardware", default="h200")
     arguments = parser.parse_args(argv)
     path = RESULTS / f"round-{arguments.hardware}.json"
+    if not path.exists():
+        sys.exit(f"{path.name} is not there: run jobs/bench_round.py on such a machine first")
     record = json.loads(path.read_text(encoding="utf-8"))
     rows = [row for row in record["rows"] if row["params"]["graphs"]]
     plt.rcParams.update({
@@ -50,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def accept_lengths(rows: Sequence[Row]) -> plt.Figure:
-    """Accept length by draft nodes, demo model, smallest batch."""
+    """Accept length by draft nodes, demo model, greatest batch: the most texts."""
     figure, axes = plt.subplots(figsize=(4.2, 3))
     own = [row for row in rows if row["params"]["model"] == "demo"]
-    batch = min(row["params"]["batch"] for row in own)
+    batch = max(row["params"]["batch"] for row in own)
     for mode in ("chain", "tree"):
         points = sorted(
             (row["params"]["budget"], row["metrics"]["accept_length"])
@@ -61,34 +66,31 @@ def accept_lengths(rows: Sequence[Row]) -> plt.Figure:
             if row["params"]["mode"] == mode and row["params"]["batch"] == batch
         )
         axes.plot(*zip(*points, strict=True), marker="o", label=mode)
-    axes.set(xlabel="draft nodes", ylabel="accept length", title=f"demo model, batch {batch}")
+    axes.set(xlabel="draft nodes", ylabel="accept length", title=f"demo model, {batch} texts")
     axes.set_ylim(bottom=1)
     axes.legend(frameon=False)
     return figure
 
 
 def throughput(rows: Sequence[Row]) -> plt.Figure:
-    """Tokens a second by batch, a line a way of decoding."""
-    models = [m for m in MODELS if any(row["params"]["model"] == m for row in rows)]
-    figure, all_axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False)
-    for axes, model in zip(all_axes[0], models, strict=True):
-        own = [row for row in rows if row["params"]["model"] == model]
-        ways = sorted({(row["params"]["mode"], row["params"]["budget"]) for row in own}, key=order)
-        for way in ways:
-            points = sorted(
-                (row["params"]["batch"], row["metrics"]["tokens_per_s"])
-                for row in own
-                if (row["params"]["mode"], row["params"]["budget"]) == way
-            )
-            axes.plot(*zip(*points, strict=True), marker="o", label=name_of(way))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(ScalarFormatter())
-            axis.set_minor_formatter(NullFormatter())
-        axes.set_xticks(sorted({row["params"]["batch"] for row in own}))
-        axes.set(xlabel="requests", ylabel="tokens/s", title=MODELS[model])
-        axes.legend(frameon=False)
+    """Tokens a second by batch, a line a way of decoding, demo model."""
+    figure, axes = plt.subplots(figsize=(4.2, 3.2))
+    own = [row for row in rows if row["params"]["model"] == "demo"]
+    for way in sorted({way_of(row) for row in own}, key=order):
+        points = sorted(
+            (row["params"]["batch"], row["metrics"]["tokens_per_s"])
+            for row in own
+            if way_of(row) == way
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=name_of(way))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(sorted({row["params"]["batch"] for row in own}))
+    axes.set(xlabel="requests", ylabel="tokens/s", title=MODELS["demo"])
+    axes.legend(frameon=False)
     return figure
 
 

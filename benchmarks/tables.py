@@ -112,17 +112,20 @@ def round_table(record: Record) -> str:
     }
     batches = sorted({batch for _, _, _, batch in rows})
     ways = sorted({key[:3] for key in rows}, key=lambda key: (-key[0], _way_order(key[1:])))
+    heads = " | ".join(f"batch {batch}: accept length | tokens/s" for batch in batches)
     lines = [
-        f"Demo model, greedy, bf16, {hardware(record)}, whole steps (`jobs/bench_round.py`):",
+        f"Demo model, greedy, bf16, {hardware(record)}, torch {record['versions']['torch']}, "
+        f"commit {record['commit']}, {record['config']['steps']} whole steps "
+        "(`jobs/bench_round.py`):",
         "",
-        "| | accept length | " + " | ".join(f"tokens/s, batch {batch}" for batch in batches) + " |",
-        "|---|---|" + "---|" * len(batches),
+        f"| | {heads} |",
+        "|---|" + "---|---|" * len(batches),
     ]
     for graphs, mode, budget in ways:
         own = [rows[graphs, mode, budget, batch] for batch in batches]
-        name = _way_name(mode, budget) + ("" if graphs else ", without graphs")
-        speeds = " | ".join(f"{metrics['tokens_per_s']:,.0f}" for metrics in own)
-        lines.append(f"| {name} | {own[0]['accept_length']:.2f} | {speeds} |")
+        name = _way_name(mode, budget) + ("" if graphs else ", `--no-graphs`")
+        cells = " | ".join(f"{m['accept_length']:.2f} | {m['tokens_per_s']:,.0f}" for m in own)
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

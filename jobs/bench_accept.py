@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from gpu_timing import graph_us, host_us, stream_us
+from gpu_timing import graph_us, host_us, need_gpu, stream_us
 from record import Record
 from torch import Tensor
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     record = Record("accept", vars(arguments) | {"out": None}, arguments.out)
     loader = KernelLoader(torch.device("cuda"))
     for depth in arguments.depths:

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_timing import copy_bytes_per_us, graph_us, stream_us
+from gpu_timing import copy_bytes_per_us, graph_us, need_gpu, stream_us
 from record import Record
 from torch import Tensor
 
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--together", type=int, nargs="+", default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     record = Record("commit", vars(arguments) | {"out": None}, arguments.out)
     device = torch.device("cuda")
     size = (SLOTS * PAGE_SIZE, arguments.width)

@@ -25,6 +25,7 @@ from record import Record
 from kdray import LLM, EngineConfig, SamplingParams
 from kdray.demo.text import held_out_prompts
 from kdray.engine import resolve
+from kdray.errors import KdrayError
 from kdray.model.chat import encode_chat
 from kdray.model.tokenizer import Tokenizer
 
@@ -176,4 +177,7 @@ def check_equal(ways: Sequence[Way], prompts: Prompts) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KdrayError as error:
+        sys.exit(str(error))

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import Call, copy_bytes_per_us, graph_us
+from gpu_timing import Call, copy_bytes_per_us, graph_us, need_gpu
 from record import Record
 from torch import Tensor
 
@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     record = Record("draft_attention", vars(arguments) | {"out": None}, arguments.out)
     speed = copy_bytes_per_us()
     print(f"copy {speed / 1e6:.3f} TB/s", flush=True)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_timing import copy_bytes_per_us, graph_us, stream_us
+from gpu_timing import copy_bytes_per_us, graph_us, need_gpu, stream_us
 from record import Record
 from torch import Tensor
 
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     record = Record("fused", vars(arguments) | {"out": None}, arguments.out)
     ops, dtype = CudaOps(torch.device("cuda")), getattr(torch, arguments.dtype)
     speed = copy_bytes_per_us()

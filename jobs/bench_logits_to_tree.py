@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_timing import copy_bytes_per_us, graph_us, host_us
+from gpu_timing import copy_bytes_per_us, graph_us, host_us, need_gpu
 from host_tree import build_host_trees
 from record import Record
 from torch import Tensor
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     config = vars(arguments) | {"out": None, "vocab": VOCAB, "candidates": CANDIDATES}
     record = Record("logits_to_tree", config, arguments.out)
     loader, bytes_per_us = KernelLoader(torch.device("cuda")), copy_bytes_per_us()

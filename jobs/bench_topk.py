@@ -25,7 +25,7 @@ from typing import cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_timing import Call, copy_bytes_per_us, graph_us
+from gpu_timing import Call, copy_bytes_per_us, graph_us, need_gpu
 from record import Record
 from torch import Tensor
 
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="variants of the kernel, normal rows")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     name = "topk_variants" if arguments.sweep else "topk"
     config = vars(arguments) | {"out": None, "vocab": VOCAB}
     record, loader = Record(name, config, arguments.out), KernelLoader(torch.device("cuda"))

@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_timing import graph_us, host_us, stream_us
+from gpu_timing import graph_us, host_us, need_gpu, stream_us
 from host_tree import build_host_trees
 from record import Record
 from torch import Tensor
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="designs and variants, no host")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     if arguments.quick:
         arguments.batches, arguments.depths = [1, 64], [7]
         arguments.budgets = [b for b in arguments.budgets if b in (8, 16, 32, 64, 128, 256, 1024)]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from gpu_timing import Call, copy_bytes_per_us, graph_us
+from gpu_timing import Call, copy_bytes_per_us, graph_us, need_gpu
 from record import Record
 from torch import Tensor
 
@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    need_gpu()
     record = Record("verify_attention", vars(arguments) | {"out": None}, arguments.out)
     attention = CudaAttention(KernelLoader(torch.device("cuda")))
     ceilings = Ceilings(copy_bytes_per_us(), matmul_flops_per_us())

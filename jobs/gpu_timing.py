@@ -10,6 +10,12 @@ import torch
 Call = Callable[[], object]
 
 
+def need_gpu() -> None:
+    """Ends the job with a word where there is nothing to time."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this job times a GPU, and torch sees none here")
+
+
 def graph_us(calls: Sequence[Call], *, replays: int = 40, at_least: int = 50) -> list[float]:
     """Microseconds a call inside a graph, one sample a replay.
 

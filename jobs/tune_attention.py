@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from bench_verify_attention import Inputs, Shape, input_sets, ours_on
-from gpu_timing import graph_us
+from gpu_timing import graph_us, need_gpu
 
 from kdray.kernels import attention_table
 from kdray.kernels.attention_table import AttentionPlan
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="into attention_table.py")
     parser.add_argument("--replays", type=int, default=5)
     arguments = parser.parse_args(argv)
+    need_gpu()
     loader = KernelLoader(torch.device("cuda"))
     rows = [
         (requests, nodes * HEADS, best_cost(loader, requests, nodes, arguments.replays))
