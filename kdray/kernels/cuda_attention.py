@@ -224,12 +224,11 @@ def shared_bytes(dtype: torch.dtype, latent_dim: int, rope_dim: int) -> int:
     if dtype == torch.float32:
         width = latent_dim + rope_dim
         return _rounded(4 * (8 * width + 32 * (width + 4)) + 4 * (6 * 256 + 8) + 512, 128)
-    ring = 4 * 16 * _rounded(2 * (latent_dim + rope_dim), 128)
-    steps = latent_dim // 64
-    extra_query = 8 * 32 * 8 * (steps // 2 if steps % 2 == 0 else steps)
-    extra_rope = 4 * 32 * 8 * -(-rope_dim // 64)
-    scores = 2 * 4 * 3 * 32 * 16 + 8 * 16 * 8 * 4
-    return _rounded(ring + extra_query + extra_rope + scores + 2048, 128)
+    ring = 4 * 16 * (2 * (latent_dim + rope_dim) + 16)
+    scores = (2 * 4 * 3 + 4) * 32 * 16
+    query_steps = latent_dim // 64 + -(-rope_dim // 64)
+    extra_query = 4 * query_steps * 32 * 8
+    return _rounded(ring + scores + extra_query + 64 * 16 * 2 + 1024, 128)
 
 
 def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool:

@@ -40,6 +40,11 @@ __device__ __forceinline__ void store_matrices_transposed(SharedAddress row, u32
                  : "memory");
 }
 
+// 16 zero bytes.
+__device__ __forceinline__ void store_zeros(SharedAddress to) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
 // A load that stays where it stands among the others, so that its registers are taken late.
 __device__ __forceinline__ uint2 load_in_place(const uint2* address) {
     uint2 pair;
@@ -73,6 +78,23 @@ __device__ __forceinline__ void copy_async(SharedAddress to, const void* from, b
                  : "memory");
 }
 
+// A run of bytes (a multiple of 16, from and to 16-byte boundaries) on its way from global to shared
+// memory by the copy engine; the barrier counts what has landed. Called by several lanes, each
+// starts a copy of its own.
+__device__ __forceinline__ void copy_run_async(SharedAddress to, const void* from, u32 bytes,
+                                               SharedAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+// Between this thread's own writes to shared memory (a barrier's opening among them) and the copy
+// engine's that follow.
+__device__ __forceinline__ void order_before_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // threadIdx.x and blockIdx.x, asked for anew: neither they nor what follows from them keeps a
 // register from where it was used before.
 __device__ __forceinline__ u32 fresh_thread() {
@@ -101,6 +123,13 @@ __device__ __forceinline__ void barrier_close(SharedAddress barrier) {
 // What this thread (and those it has met) wrote before is seen by who waits for the phase.
 __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+                 : "memory");
+}
+// Arrives, and lets the phase wait for so many more bytes of copies.
+__device__ __forceinline__ void barrier_arrive_expecting(SharedAddress barrier, u32 bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                     barrier),
+                 "r"(bytes)
                  : "memory");
 }
 // This thread arrives when all its copies so far have landed.
@@ -139,6 +168,7 @@ inline void load_matrices_transposed(u32 (&m)[4], SharedAddress row) {
 inline void store_matrices_transposed(SharedAddress row, u32 m0, u32 m1) {
     simt::store_matrices_transposed(row, m0, m1);
 }
+inline void store_zeros(SharedAddress to) { memset(simt::shared_pointer(to, 16), 0, 16); }
 inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     simt::multiply_add_bf16(c, {a0, a1, a2, a3}, {b0, b1});
 }
@@ -158,6 +188,14 @@ inline void barrier_arrive(SharedAddress barrier) { simt::barrier_arrive(barrier
 inline void barrier_arrive_after_copies(SharedAddress barrier) {
     simt::barrier_arrive_after_copies(barrier);
 }
+inline void copy_run_async(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier) {
+    simt::copy_run(to, from, bytes, barrier);
+}
+inline void order_before_copies() {}
+inline void barrier_arrive_expecting(SharedAddress barrier, u32 bytes) {
+    simt::barrier_expect(barrier, bytes);
+    simt::barrier_arrive(barrier);
+}
 inline void barrier_wait(SharedAddress barrier, int parity) { simt::barrier_wait(barrier, parity); }
 inline void pause(int) {}
 inline void wait_for_blocks(const int* counter, int least) {
@@ -165,3 +203,9 @@ inline void wait_for_blocks(const int* counter, int least) {
 }
 
 #endif
+
+// A number that all lanes of a warp have, and that the compiler then knows to be one for them all.
+template <class T>
+__device__ __forceinline__ T same_in_warp(T x) {
+    return __shfl_sync(ALL_LANES, x, 0);
+}

@@ -47,7 +47,11 @@
 #define SETUP_COST 3
 #endif
 #ifndef TALL  // rows of a tile at most: 72, or 64 to leave rows beyond to tiles of their own
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define TALL 64  // 72 take a few registers more than there are
+#else
 #define TALL 72
+#endif
 #endif
 #ifndef LAG  // nanoseconds by which half the warps start a piece later
 #define LAG 0
@@ -79,24 +83,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention(
                           {row_start, num_cached, num_known, num_nodes, page_table, mask,
                            num_requests, heads, pages, page_shift, nodes, words},
                           scale};
-    if (threadIdx.x == 0) s.num_waiting = 0;
+    if (threadIdx.x == 0) {
+        s.num_waiting = 0;
+        open_barriers(s.barriers, true);
+    }
     open_deal<TensorShape>(s.deal, in.batch, least);
     __syncthreads();
 #pragma unroll 1
-    for (bool first = true;; first = false) {
-        if (threadIdx.x == 0) {
-            deal_piece<TensorShape>(s.deal, in.batch);
-            open_barriers(s, first);
-        }
+    for (;;) {
+        if (threadIdx.x == 0) deal_piece<TensorShape>(s.deal, in.batch);
         __syncthreads();
         if (!s.deal.dealt) break;
-        if (s.deal.piece.tile.rows > MAIN_ROWS)
-            attend<true, true>(s, in);
+        if (TALL > MAIN_ROWS && s.deal.piece.tile.rows > MAIN_ROWS)
+            attend<true, (TALL > MAIN_ROWS)>(s, in);
         else if (s.deal.piece.tile.rows > EXTRA_ROWS)
             attend<true, false>(s, in);
         else
             attend<false, true>(s, in);
-        if (threadIdx.x == 0 && !s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
+        if (threadIdx.x == 0) {
+            if (!s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
+            open_barriers(s.barriers, false);
+        }
     }
     clear_padding<LATENT>(out, in.batch);
     for (int i = 0; i < s.num_waiting; ++i)

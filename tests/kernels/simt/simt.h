@@ -104,10 +104,12 @@ struct Fiber {
     std::vector<Copy> copies;
 };
 
-// Copies that a thread has started, and the barrier it arrives at when they have landed.
+// Copies that a thread has started, and the barrier that learns of it when they have landed: by the
+// thread's arrival, or by their bytes.
 struct Flight {
     unsigned barrier;
     std::vector<Copy> copies;
+    bool counts_bytes;
 };
 
 // A block that has been set aside.
@@ -523,24 +525,33 @@ inline void copy_wait()
     me().copies.clear();
 }
 
-// A barrier in 8 bytes of shared memory.
+// A barrier in 8 bytes of shared memory. Copies may land before the phase expects their bytes.
 struct Barrier {
     uint16_t expected;
     uint16_t missing;
-    uint32_t phase;
+    int16_t missing_chunks;  // of 16 bytes
+    uint16_t phase;
 };
 
 inline Barrier& barrier_at(unsigned address) { return *(Barrier*)shared_pointer(address, 8); }
 
 inline void barrier_init(unsigned address, int count)
 {
-    barrier_at(address) = {(uint16_t)count, (uint16_t)count, 0};
+    barrier_at(address) = {(uint16_t)count, (uint16_t)count, 0, 0};
 }
 
 inline void barrier_close(unsigned address)
 {
     const Barrier& barrier = barrier_at(address);
-    if (barrier.missing != barrier.expected) fail("a barrier is closed in a phase", "barrier_close");
+    if (barrier.missing != barrier.expected || barrier.missing_chunks != 0)
+        fail("a barrier is closed in a phase", "barrier_close");
+}
+
+inline void end_phase_if_complete(Barrier& barrier)
+{
+    if (barrier.missing != 0 || barrier.missing_chunks != 0) return;
+    barrier.missing = barrier.expected;
+    ++barrier.phase;
 }
 
 inline void barrier_arrive(unsigned address)
@@ -548,16 +559,28 @@ inline void barrier_arrive(unsigned address)
     Barrier& barrier = barrier_at(address);
     if (barrier.missing == 0) fail("too many arrive", "barrier_arrive");
     machine.idle_spins = 0;
-    if (--barrier.missing == 0) {
-        barrier.missing = barrier.expected;
-        ++barrier.phase;
-    }
+    --barrier.missing;
+    end_phase_if_complete(barrier);
+}
+
+inline void barrier_expect(unsigned address, size_t bytes)
+{
+    barrier_at(address).missing_chunks += (int16_t)(bytes / 16);
 }
 
 inline void barrier_arrive_after_copies(unsigned address)
 {
-    machine.flights.push_back({address, std::move(me().copies)});
+    machine.flights.push_back({address, std::move(me().copies), false});
     me().copies.clear();
+}
+
+// One copy of many bytes, which the barrier counts; to addresses, as the copy engine takes them.
+inline void copy_run(unsigned to, const void* from, size_t bytes, unsigned barrier)
+{
+    if (bytes % 16 != 0 || (uintptr_t)from % 16 != 0) fail("unaligned copy", "copy_run");
+    unsigned char* const first = (unsigned char*)shared_pointer(to, 16);
+    if (bytes > 16) shared_pointer(to + (unsigned)bytes - 16, 16);
+    machine.flights.push_back({barrier, {{first, from, bytes}}, true});
 }
 
 // Copies land when somebody waits for them, as late as they may.
@@ -569,7 +592,14 @@ inline void land_flights(unsigned address)
     machine.flights.swap(others);
     for (const Flight& flight : landed) {
         for (const Copy& copy : flight.copies) land(copy);
-        barrier_arrive(address);
+        if (!flight.counts_bytes) {
+            barrier_arrive(address);
+            continue;
+        }
+        Barrier& barrier = barrier_at(address);
+        for (const Copy& copy : flight.copies) barrier.missing_chunks -= (int16_t)(copy.bytes / 16);
+        machine.idle_spins = 0;
+        end_phase_if_complete(barrier);
     }
 }
 
