@@ -82,15 +82,15 @@ struct Place {
           warp(same_in_warp(threadIdx.x / WARP)),
           group(warp / QUARTERS),
           quarter(warp % QUARTERS) {}
-    // The lane, asked for anew where the compiler would else keep more addresses from turn to turn
-    // than there are registers.
-    __device__ u32 lane() const {
+    // The lane and the warp, asked for anew where the compiler would else keep more addresses from
+    // turn to turn than there are registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1200
-        return kept_lane;
+    __device__ u32 lane() const { return kept_lane; }
+    __device__ u32 warp_again() const { return warp; }
 #else
-        return fresh_thread() % WARP;
+    __device__ u32 lane() const { return fresh_thread() % WARP; }
+    __device__ u32 warp_again() const { return fresh_thread() / WARP; }
 #endif
-    }
     __device__ u32 latent_step(int visit) const {
         const u32 first = LATENT_STEPS * quarter;
         if (!PAIRED) return first + visit;

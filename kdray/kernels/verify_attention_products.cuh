@@ -94,12 +94,14 @@ struct Products : RowWeights<MAIN, EXTRA> {
 
     // To the warps that own the rows; what stays here is scores[0].
     __device__ void post(const float (&scores)[QUARTERS][4], const float (&extra)[4]) {
-        const u32 lane = at.lane();
+        const u32 lane = at.lane(), warp = at.warp_again();
         if (MAIN) {
 #pragma unroll
-            for (int j = 1; j < QUARTERS; ++j)
-                s.scores[at.group][eighth(j)][j - 1][lane] = {scores[j][0], scores[j][1],
-                                                              scores[j][2], scores[j][3]};
+            for (int j = 1; j < QUARTERS; ++j) {
+                const float(&x)[4] = scores[j];
+                s.scores[warp / QUARTERS][(warp + j) % QUARTERS][j - 1][lane] = {x[0], x[1], x[2],
+                                                                                 x[3]};
+            }
         }
         if (owns_extra())
             s.extra_scores[at.quarter][exchanged(lane)] = {extra[0], extra[1], extra[2], extra[3]};

@@ -71,6 +71,7 @@ struct PieceWork : Products<MAIN, EXTRA> {
         }
         if (scores_now) Base::post(scores, extra);
         if (values_now) {
+            if (i >= 2) bring_next(keys, i, steps, page);
             Base::rescale(i - 1);
             const typename Base::Weights weights = Base::load_weights(i - 1);
             // What the group has posted for step i - 1 has been read: it may post for step i.
@@ -80,18 +81,18 @@ struct PieceWork : Products<MAIN, EXTRA> {
         } else {
             arrive(scored);
         }
-        if (i >= 2) {
-            barrier_wait(freed(i - 2), i / 2 % 2 ^ 1);
-            if (i + 2 < steps) {
-                keys.template bring<1>(at.warp, at.lane(), i + 2, page);
-                page = keys.page_of(at.warp, at.lane(), i + 3);
-            }
-        }
         if (scores_now) {
             barrier_wait(scored, i % 2);
             Base::weigh(scores[0], i, masked);
             arrive(weighed(i, at.group));
         }
+    }
+    // Step i + 2, where step i - 2 was. (All warps have its keys behind them, and its weights.)
+    __device__ void bring_next(const Ring& keys, u32 i, u32 steps, int& page) const {
+        barrier_wait(freed(i - 2), i / 2 % 2 ^ 1);
+        if (i + 2 >= steps) return;
+        keys.template bring<1>(at.warp, at.lane(), i + 2, page);
+        page = keys.page_of(at.warp, at.lane(), i + 3);
     }
     __device__ SharedAddress weighed(u32 i, u32 group) const {
         return shared_address(s.barriers.weighed) + 8 * (i % 2 * GROUPS + group);
@@ -144,7 +145,7 @@ struct PieceWork : Products<MAIN, EXTRA> {
     __device__ void for_each_pair(Take take) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 row = 32 * at.group + 8 * i + at.lane() / 4;
+            const u32 row = 32 * (at.warp_again() / QUARTERS) + 8 * i + at.lane() / 4;
             if (row >= piece().tile.rows) continue;
 #pragma unroll
             for (int n = 0; n < 2 * LATENT_STEPS; ++n) {
