@@ -40,21 +40,6 @@ __device__ __forceinline__ void store_matrices_transposed(SharedAddress row, u32
                  : "memory");
 }
 
-// 16 zero bytes.
-__device__ __forceinline__ void store_zeros(SharedAddress to) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-}
-
-// A load that stays where it stands among the others, so that its registers are taken late.
-__device__ __forceinline__ uint2 load_in_place(const uint2* address) {
-    uint2 pair;
-    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(pair.x), "=r"(pair.y)
-                 : "r"(shared_address(address))
-                 : "memory");
-    return pair;
-}
-
 // c += a b, products exact, sums in float32.
 __device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                              u32 b1) {
@@ -78,14 +63,14 @@ __device__ __forceinline__ void copy_async(SharedAddress to, const void* from, b
                  : "memory");
 }
 
-// A run of bytes (a multiple of 16, from and to 16-byte boundaries) on its way from global to shared
-// memory by the copy engine; the barrier counts what has landed. Called by several lanes, each
-// starts a copy of its own.
+// A run of bytes (a multiple of 16, from and to 16-byte boundaries) on its way from global to
+// shared memory by the copy engine; the barrier counts what has landed. Called by several lanes,
+// each starts a copy of its own.
 __device__ __forceinline__ void copy_run_async(SharedAddress to, const void* from, u32 bytes,
                                                SharedAddress barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            to),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
@@ -106,11 +91,6 @@ __device__ __forceinline__ u32 fresh_block() {
     u32 block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     return block;
-}
-
-// Calls what will be read soon into L1.
-__device__ __forceinline__ void prefetch(const void* address) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 // A barrier is 8 bytes of shared memory; it completes a phase when `count` threads have arrived.
@@ -168,7 +148,6 @@ inline void load_matrices_transposed(u32 (&m)[4], SharedAddress row) {
 inline void store_matrices_transposed(SharedAddress row, u32 m0, u32 m1) {
     simt::store_matrices_transposed(row, m0, m1);
 }
-inline void store_zeros(SharedAddress to) { memset(simt::shared_pointer(to, 16), 0, 16); }
 inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     simt::multiply_add_bf16(c, {a0, a1, a2, a3}, {b0, b1});
 }
@@ -178,10 +157,8 @@ inline u32 bf16_pair(float low, float high) {
 inline void copy_async(SharedAddress to, const void* from, bool there) {
     simt::copy_later(simt::shared_pointer(to, 16), there ? from : nullptr, 16);
 }
-inline uint2 load_in_place(const uint2* address) { return *address; }
 inline u32 fresh_thread() { return threadIdx.x; }
 inline u32 fresh_block() { return blockIdx.x; }
-inline void prefetch(const void* address) { (void)*(const volatile char*)address; }
 inline void barrier_init(SharedAddress barrier, int count) { simt::barrier_init(barrier, count); }
 inline void barrier_close(SharedAddress barrier) { simt::barrier_close(barrier); }
 inline void barrier_arrive(SharedAddress barrier) { simt::barrier_arrive(barrier); }

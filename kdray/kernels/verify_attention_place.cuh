@@ -106,7 +106,9 @@ struct Place {
     __device__ u32 query_step(int n) const {
         return n < LATENT_STEPS ? latent_step(n) : LATENT / 16 + rope_step(n - LATENT_STEPS);
     }
-    __device__ bool has_query(int n) const { return n < LATENT_STEPS || has_rope(n - LATENT_STEPS); }
+    __device__ bool has_query(int n) const {
+        return n < LATENT_STEPS || has_rope(n - LATENT_STEPS);
+    }
     // Whether this warp takes the extra rows' part of the values of a visit.
     __device__ bool takes_extra(int visit) const { return PAIRED ? visit % 2 == 0 : group == 0; }
 

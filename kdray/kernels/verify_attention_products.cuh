@@ -1,6 +1,7 @@
 // The products of one piece, and the registers they live in: scores of a step's keys over a warp's
-// dimensions, and values by weights. Scores are keys by rows (M by N), results are rows by dimensions
-// for main rows and dimensions by rows for extra ones, so that one matrix load serves both.
+// dimensions, and values by weights. Scores are keys by rows (M by N), results are rows by
+// dimensions for main rows and dimensions by rows for extra ones, so that one matrix load serves
+// both.
 #pragma once
 
 #include "verify_attention_weigh.cuh"
@@ -32,7 +33,8 @@ struct Products : RowWeights<MAIN, EXTRA> {
         const i64 row = request().first_row + p / heads;
         return in.query + row * in.query_row_bytes + p % heads * in.query_head_bytes;
     }
-    // Dimensions 2t, 2t + 1 of what is met as the n-th step, and 8 on; 0 for a row that is not there.
+    // Dimensions 2t, 2t + 1 of what is met as the n-th step, and 8 on; 0 for a row that is not
+    // there.
     __device__ uint2 query_pair(const unsigned char* row, bool there, int n) const {
         if (!there || !at.has_query(n)) return {0, 0};
         const unsigned char* const from = row + at.query_step(n) * 32 + at.lane() % 4 * 4;
@@ -123,10 +125,11 @@ struct Products : RowWeights<MAIN, EXTRA> {
             load_matrices(w.main[1], from + 16 * 2 * STEP);
         }
         if (EXTRA) {
-            const unsigned char* const row = s.ring + Ring::slot(i) * SLOT_BYTES +
-                                             extra_weight_place(at.lane() / 4, 0) + at.lane() % 4 * 4;
-            w.extra[0] = *(const u32*)row;
-            w.extra[1] = *(const u32*)(row + extra_weight_place(0, 1) - extra_weight_place(0, 0));
+            const u32 row = at.lane() / 4;
+            const unsigned char* const keys =
+                s.ring + Ring::slot(i) * SLOT_BYTES + at.lane() % 4 * 4;
+            w.extra[0] = *(const u32*)(keys + extra_weight_place(row, 0));
+            w.extra[1] = *(const u32*)(keys + extra_weight_place(row, 1));
         }
         return w;
     }
@@ -168,7 +171,7 @@ struct Products : RowWeights<MAIN, EXTRA> {
     }
     __device__ void add_values(const Weights& w, SharedAddress slot) {
         u32 keys[2][4];
-        constexpr int BY = !MAIN && PAIRED ? 2 : 1;  // without main rows, every other is the group's
+        constexpr int BY = !MAIN && PAIRED ? 2 : 1;  // extra rows alone: every other step's
         load_values(keys[0], slot, 0);
 #pragma unroll
         for (int v = 0; v < LATENT_STEPS; v += BY) {

@@ -1,7 +1,10 @@
-// Cache rows on their way into shared memory: a ring of SLOTS slots of STEP keys each, filled by the
-// copy engine, one run of bytes a key. A slot's rows lie an odd number of 16-byte chunks apart, so
-// that eight keys' chunks of one place lie in different banks and every address is a base and a
+// Cache rows on their way into shared memory: a ring of SLOTS slots of STEP keys each, filled by
+// the copy engine, one run of bytes a key. A slot's rows lie an odd number of 16-byte chunks apart,
+// so that eight keys' chunks of one place lie in different banks and every address is a base and a
 // constant. The chunk between two rows is not copied to: extra rows' weights lie there.
+//
+// Every warp starts its own keys' copies, as the copy engine takes one lane's request at a time: 16
+// lanes of one warp would hold that one up, and with it all that wait for it.
 #pragma once
 
 #include "mma.cuh"

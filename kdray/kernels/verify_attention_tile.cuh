@@ -1,6 +1,6 @@
 // One piece of a tile in bf16 on tensor cores: up to 64 packed rows ("main") and up to 8 more
-// ("extra"), which cost their products alone: the fragments of keys and values are those of the main
-// rows. A tile has either or both.
+// ("extra"), which cost their products alone: the fragments of keys and values are those of the
+// main rows. A tile has either or both.
 //
 // Warp (group, quarter): main rows 32 group .. + 31; of the latent dimensions a quarter, as k of
 // the scores and as columns of the result; of the rope's, every fourth 16. Queries and results stay

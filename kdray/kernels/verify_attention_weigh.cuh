@@ -1,6 +1,6 @@
-// The weights of a step's keys, by the warps that own the rows: 8 main rows a warp, and 2 extra rows
-// a warp of the first group. Scores come in parts from the group's warps, that multiplied them out;
-// weights go to all in bf16.
+// The weights of a step's keys, by the warps that own the rows: 8 main rows a warp, and 2 extra
+// rows a warp of the first group. Scores come in parts from the group's warps, that multiplied them
+// out; weights go to all in bf16.
 #pragma once
 
 #include "verify_attention_place.cuh"
@@ -11,8 +11,8 @@ struct RowWeights {
     Shared& s;
     const Attention& in;
     const Place at;
-    float sum;        // of weights of main row 2t or 2t + 1 of the warp's eight, for an even or odd g
-    float extra_sum;  // of weights of the lane's key of extra row 2 quarter or 2 quarter + 1
+    float sum;        // of main row 2t's weights or (for an odd g) 2t + 1's, of the warp's eight
+    float extra_sum;  // of the lane's extra row's, for its key of the steps
 
     __device__ RowWeights(Shared& shared, const Attention& attention)
         : s(shared), in(attention), sum(0), extra_sum(0) {
@@ -173,7 +173,8 @@ struct RowWeights {
 #pragma unroll
             for (int by = 1; by < STEP; by *= 2)
                 extra_sum += __shfl_xor_sync(ALL_LANES, extra_sum, by);
-            if (at.lane() % STEP == 0) norm[FIRST_EXTRA + row] = {s.most[MAIN_ROWS + row], extra_sum};
+            if (at.lane() % STEP == 0)
+                norm[FIRST_EXTRA + row] = {s.most[MAIN_ROWS + row], extra_sum};
         }
         __syncthreads();
         return norm;
