@@ -28,6 +28,7 @@ struct Ring {
     u32 row_bytes;
     const int* pages;  // of the request
     int page_shift;
+    u32 page_mask;  // of a position: its place in its page
     int count;  // positions from here on are no keys of the tile
     int begin;  // the tile's step that the piece starts with
 
@@ -44,7 +45,7 @@ struct Ring {
     }
     // The page that it lies in: asked for a turn before it is needed.
     __device__ int page_of(u32 warp, u32 lane, u32 i) const {
-        return pages[position(warp, lane, i) >> page_shift];
+        return pages[(u32)position(warp, lane, i) >> page_shift];
     }
 
     // Starts the copies of steps i .. i + STEPS - 1, all of them the piece's; page as page_of gave.
@@ -54,8 +55,7 @@ struct Ring {
         const u32 own = STEPS == 1 ? i : i + lane / KEYS_A_WARP;
         const u32 key = STEPS == 1 ? lane : lane % KEYS_A_WARP;
         if (key == 0) barrier_arrive_expecting(barrier_at(own), KEYS_A_WARP * ROW_BYTES);
-        const u32 within = position(warp, lane, i) & ((1 << page_shift) - 1);
-        const u32 row = ((u32)page << page_shift) + within;
+        const u32 row = ((u32)page << page_shift) + (position(warp, lane, i) & page_mask);
         copy_run_async(slot_at(own) + (warp * KEYS_A_WARP + key) * STRIDE,
                        cache + (u64)row * row_bytes, ROW_BYTES, barrier_at(own));
     }

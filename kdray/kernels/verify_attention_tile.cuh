@@ -27,9 +27,11 @@ struct PieceWork : Products<MAIN, EXTRA> {
         return {shared_address(s.ring),
                 shared_address(s.barriers.landed),
                 in.cache,
-                (u32)in.cache_row_bytes,
-                in.batch.page_table + (i64)same_in_warp(request().index) * in.batch.pages,
+                same_in_warp((u32)in.cache_row_bytes),
+                (const int*)same_in_warp((u64)(in.batch.page_table +
+                                               (i64)request().index * in.batch.pages)),
                 in.batch.page_shift,
+                same_in_warp((1u << in.batch.page_shift) - 1),
                 same_in_warp(piece().tile.keys),
                 same_in_warp(piece().begin)};
     }
