@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Until measured, from counts: a part of 72 rows is 147 KB written and read again, about 0.1 us of
-# all the machine's L2, a step about 0.7 us of one multiprocessor. With n blocks for S steps both
-# together, 0.7 S / n + 0.1 n, are least at 8 or 9 steps a block for the 512 steps of 8k tokens. Parts
-# of up to 8 rows are a ninth of that.
+# Guessed from counts until the table below is measured: a part of 72 rows is 147 KB written and
+# read again, about 0.1 us of all the machine's L2; a step is about 0.7 us of one multiprocessor.
+# With n blocks for S steps both together, 0.7 S / n + 0.1 n, are least at 8 or 9 steps a block for
+# the 512 steps of 8k tokens. Parts of up to 8 rows are a ninth of that.
 DEFAULT_LEAST_COST = 90
 SHORT_LEAST_COST = 16
 SHORT_ROWS = 8
