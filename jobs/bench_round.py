@@ -156,7 +156,7 @@ def bench(
 
 def inside(decoder: AheadDecoder, case: Case, step_ms: float) -> dict[str, float | None]:
     """The round of the last step replayed by itself, and again with events between its verbs."""
-    chosen = decoder._rounds[decoder._buckets.choose(case.batch, 1 + decoder_budget(decoder))]
+    chosen = decoder._rounds[decoder._buckets.choose(case.batch, decoder._buckets.num_nodes[-1])]
     gpu_ms = replayed_ms(chosen)
     marks = {verb: [external_event(), external_event()] for verb in VERBS}
 
@@ -180,10 +180,6 @@ def inside(decoder: AheadDecoder, case: Case, step_ms: float) -> dict[str, float
     parts.state._small.copy_(keep[0])
     verbs = {f"{verb}_ms": sorted(values)[len(values) // 2] for verb, values in samples.items()}
     return {"gpu_ms": gpu_ms, "idle": 1 - gpu_ms / step_ms, **verbs}
-
-
-def decoder_budget(decoder: AheadDecoder) -> int:
-    return decoder._buckets.num_nodes[-1] - 1
 
 
 def replayed_ms(chosen: DeviceRound, replays: int = 20) -> float:

@@ -11,10 +11,11 @@ import torch
 from kdray import demo
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError
+from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.model.config import ModelConfig
 from kdray.verifier.kv_cache import KVCache
 
-MOST_AHEAD = 16  # tokens a step in flight may add: the deepest drafts that graphs take, and one
+MOST_AHEAD = MAX_DEPTH + 1  # tokens a step in flight may add, in graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,11 @@ def temper(logits: Float32Array, temperature: ArrayLike) -> Float32Array:
     return tempered
 
 
+def divisor_of(params: SamplingParams) -> float:
+    """What temper divides by, in float32; 0 where the draw is greedy."""
+    return max(params.temperature, SMALLEST_TEMPERATURE) if params.temperature else 0.0
+
+
 def drop_unlikely(tempered: Float32Array, params: SamplingParams) -> Float32Array:
     """Top-k, then top-p on what is left, then min-p; at equal logits the lower token id stays.
 

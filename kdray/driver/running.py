@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdray.core.plan import RunningRows
 from kdray.core.request import SamplingParams
-from kdray.core.sampling import SMALLEST_TEMPERATURE
+from kdray.core.sampling import divisor_of
 from kdray.kernels.round_ops import SlotState
 
 Int32Array = NDArray[np.int32]
@@ -111,11 +111,7 @@ class RunningState:
 
 
 def _small(joining: Sequence[Placement]) -> Int32Array:
-    # As core.sampling.temper divides: in float32, by no less than the smallest normal number.
-    heat = [
-        max(p.sampling.temperature, SMALLEST_TEMPERATURE) if p.sampling.temperature else 0.0
-        for p in joining
-    ]
+    heat = [divisor_of(p.sampling) for p in joining]
     table = np.empty((4, len(joining)), dtype=np.int32)
     table[ROOT] = [p.root for p in joining]
     table[ROOT_POSITION] = [p.root_position for p in joining]

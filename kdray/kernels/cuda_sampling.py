@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.request import SamplingParams
-from kdray.core.sampling import SMALLEST_TEMPERATURE, History, adjusts, drops
+from kdray.core.sampling import History, adjusts, divisor_of, drops
 from kdray.errors import KernelError
 from kdray.kernels.loader import Kernel, KernelLoader
 from kdray.kernels.ops import SamplingRows
@@ -179,10 +179,8 @@ def draw_rows(rows: SamplingRows, device: torch.device) -> DrawRows:
     def column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=dtype)).to(device, non_blocking=True)
 
-    # As core.sampling.temper divides: in float32, by no less than the smallest normal number.
-    warm = [max(p.temperature, SMALLEST_TEMPERATURE) if p.temperature else 0.0 for p in params]
     return DrawRows(
-        temperature=column(warm, np.float32),
+        temperature=column([divisor_of(p) for p in params], np.float32),
         top_k=column([p.top_k for p in params], np.int32),
         top_p=column([p.top_p for p in params], np.float64),
         min_p=column([p.min_p for p in params], np.float64),

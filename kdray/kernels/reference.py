@@ -78,12 +78,18 @@ class ReferenceOps:
     ) -> DraftTrees:
         if not any(budgets):
             return _roots_alone(roots)
+        return self.build_padded_trees(candidates, roots, budgets, 1 + max(budgets))
+
+    def build_padded_trees(
+        self, candidates: Candidates, roots: Tensor, budgets: Sequence[int], num_nodes: int
+    ) -> DraftTrees:
+        """build_trees with room for num_nodes nodes, which no tree exceeds."""
         token, score = candidates.token.cpu().numpy(), candidates.score.cpu().numpy()
         trees = [
             build_tree(root, token[r], score[r], budget)
             for r, (root, budget) in enumerate(zip(roots.tolist(), budgets, strict=True))
         ]
-        return _pad_trees(trees, 1 + max([0, *budgets]), self.device)
+        return _pad_trees(trees, num_nodes, self.device)
 
     def verify_attention(
         self,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees, RunningRows
 from kdray.core.request import SamplingParams
-from kdray.core.tree import ABSENT
 from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.reference_sampling import sample_tokens
@@ -28,7 +26,7 @@ class ReferenceRoundOps:
         self, candidates: Candidates, roots: Tensor, budgets: Tensor, base: Tensor, num_nodes: int
     ) -> PlacedTrees:
         wishes = budgets.clamp(0, num_nodes - 1).tolist()
-        trees = _padded(self._ops.build_trees(candidates, roots, wishes), num_nodes)
+        trees = self._ops.build_padded_trees(candidates, roots, wishes, num_nodes)
         return PlacedTrees(trees=trees, position=base[:, None].int() + trees.depth)
 
     def draw_tokens(self, logits: Tensor, rows: DrawRows) -> Drawn:
@@ -56,24 +54,6 @@ class ReferenceRoundOps:
         own = slot[real].long()
         state.root[own] = paths.bonus[real]
         state.root_position[own] += paths.length[real]
-
-
-def _padded(trees: DraftTrees, num_nodes: int) -> DraftTrees:
-    """Padding nodes are parentless, absent, and see themselves alone."""
-    missing = num_nodes - trees.token.shape[1]
-    if missing == 0:
-        return trees
-    words = -(-num_nodes // 32)
-    node = torch.arange(num_nodes, device=trees.mask.device)
-    bits = torch.ones_like(node) << node % 32
-    alone = F.one_hot(node // 32, words) * bits[:, None]
-    mask = alone.int().expand(len(trees.mask), -1, -1).clone()  # 2^31 wraps to the sign bit
-    mask[:, : trees.mask.shape[1], : trees.mask.shape[2]] = trees.mask
-    fill = {"token": 0, "parent": -1, "depth": 0, "score": ABSENT}
-    columns = {
-        name: F.pad(getattr(trees, name), (0, missing), value=value) for name, value in fill.items()
-    }
-    return replace(trees, **columns, mask=mask)
 
 
 def _sampling_rows(rows: DrawRows) -> SamplingRows:

@@ -32,13 +32,11 @@ class RmsNorm(NamedTuple):
         return reference_fused.rms_norm(x, self)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [.., in] times a weight in the checkpoint's layout [out, in] -> [.., out]."""
-    return F.linear(x, weight)
-
-
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """linear with its sums kept in fp32: rounding logits to bf16 would make ties of near-ties."""
+    """x [.., in] times a weight in the checkpoint's layout [out, in] -> [.., out] in fp32.
+
+    Rounding logits to bf16 would make ties of near-ties.
+    """
     if x.dtype == torch.float32:
         return F.linear(x, weight)
     if x.is_cuda:
