@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kdray.actors.driver_actor import DriverActor
+from kdray.actors.placement import Placement, Room, reserve, with_device
 from kdray.actors.rendezvous import Rendezvous, remove_folder
 from kdray.actors.verifier_actor import VerifierActor
 from kdray.config import EngineConfig
-from kdray.errors import KdrayError, PlacementError, StartupError
+from kdray.errors import KdrayError, StartupError
 
 _STOP_TIMEOUT_S = 15.0
-_QUIET_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Gang:
@@ -32,23 +29,27 @@ class Gang:
 
     driver: ActorHandle[Any]
 
-    def __init__(self, group: PlacementGroup) -> None:
+    def __init__(self, room: Room, placement: Placement) -> None:
         self.info: dict[str, Any] = {}
         self.pids: dict[int, int] = {}
-        self._group = group
+        self._room = room
+        self._placement = placement
         self._actors: list[ActorHandle[Any]] = []
         self._runs: list[Any] = []
         self._rendezvous: Rendezvous | None = None
 
     @classmethod
-    def start(cls, config: EngineConfig) -> Gang:
+    def start(
+        cls, config: EngineConfig, placement: Placement | None = None, room: Room | None = None
+    ) -> Gang:
         """Place and start all ranks of an engine on the running Ray cluster.
 
-        Returns when it serves. Raises PlacementError, StartupError, ConfigError or CheckpointError,
-        and then leaves no actor and no placement group behind.
+        `room`: bundles that are held already; else a placement group is made, which goes with the
+        gang. Returns when it serves. Raises PlacementError, StartupError, ConfigError or
+        CheckpointError, and then leaves no actor and no placement group of its own behind.
         """
-        config = _with_device(config)
-        gang = cls(_place(config))
+        config, placement = with_device(config), placement or Placement()
+        gang = cls(room or reserve(config, placement), placement)
         try:
             gang._create_actors(config)
             gang._bring_up(config)
@@ -70,8 +71,7 @@ class Gang:
         for actor in self._actors[::-1]:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self._group)
+        self._room.release()
         if self._rendezvous is not None:
             remove_folder(self._rendezvous.folder)
 
@@ -86,16 +86,7 @@ class Gang:
             self._actors.append(verifier.options(**options).remote(config, rank))
 
     def _options(self, config: EngineConfig, rank: int) -> dict[str, Any]:
-        """Rank r sits in bundle r, so on the same GPU every time; a rank never restarts alone."""
-        return {
-            "num_cpus": 1,
-            "num_gpus": _bundle(config).get("GPU", 0),
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=rank
-            ),
-            "runtime_env": {"env_vars": _QUIET_ENV},
-        }
+        return self._room.options(config, self._placement, rank)
 
     def _bring_up(self, config: EngineConfig) -> None:
         timeout = config.start_timeout_s
@@ -116,41 +107,6 @@ class Gang:
             if rank == 0:
                 self.info = facts
         self._runs = [verifier.run.remote() for verifier in self._actors[1:]]
-
-
-def _with_device(config: EngineConfig) -> EngineConfig:
-    """The same device for all ranks, decided once: GPUs where the cluster has one for each."""
-    if config.device != "auto":
-        return config
-    enough = ray.cluster_resources().get("GPU", 0) >= config.tp
-    return replace(config, device="cuda" if enough else "cpu")
-
-
-def _bundle(config: EngineConfig) -> dict[str, float]:
-    return {"CPU": 1, "GPU": 1} if config.device == "cuda" else {"CPU": 1}
-
-
-def _place(config: EngineConfig) -> PlacementGroup:
-    bundles = [_bundle(config) for _ in range(config.tp)]
-    total = ray.cluster_resources()
-    if any(total.get(kind, 0) < config.tp for kind in _bundle(config)):
-        raise _does_not_fit(config, "")  # and no waiting can help
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK")
-    if group.wait(config.start_timeout_s):
-        return group
-    error = _does_not_fit(config, f" after {config.start_timeout_s:g} s (start_timeout_s)")
-    remove_placement_group(group)
-    raise error
-
-
-def _does_not_fit(config: EngineConfig, waited: str) -> PlacementError:
-    total, free = ray.cluster_resources(), ray.available_resources()
-    kinds = sorted(_bundle(config))
-    has = ", ".join(f"{total.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in kinds)
-    return PlacementError(
-        f"{config.tp} ranks need {config.tp} x {_bundle(config)} on one node; "
-        f"the cluster has {has}{waited}. Free the resources, lower --tp, or take --device cpu"
-    )
 
 
 def _get(ref: Any, timeout: float, who: str) -> Any:
