@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed, KdrayError
@@ -31,6 +32,7 @@ class DriverClient:
     def __init__(self, driver: ActorHandle[Any], info: EngineInfo) -> None:
         self._driver = driver
         self._info = info
+        self.events = EventCounters()
         self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
         self._failure: str | None = None
         # Called here, before any submit can be: a stream tells what follows its call.

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
+from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 
@@ -15,6 +16,11 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def events(self) -> EventCounters:
+        """Faults so far, for the metrics page."""
+        ...
 
     async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
         """Queue a request. InvalidRequest: it can never run; EngineClosed, GangError: none can."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed
@@ -87,6 +88,7 @@ class FakeEngine:
             budget=16,
             ranks=1,
         )
+        self.events = EventCounters()
         self.submitted: list[tuple[str, list[int], SamplingParams]] = []
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
