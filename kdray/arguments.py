@@ -5,9 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+from kdray.actors.placement import Placement
 from kdray.config import Device, DType, EngineConfig, Mode
+from kdray.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps a description's lines and puts an option's default behind its help."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        shown = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
+        return f"{text} (default: {action.default})" if shown else text
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,18 +28,49 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=_DEFAULTS.model, metavar="demo|PATH", help="model folder, or the demo")
     add("--drafter", default=_DEFAULTS.drafter, metavar="auto|none|PATH", help="DFlash folder")
     add("--tp", type=int, default=_DEFAULTS.tp, metavar="N", help="tensor-parallel ranks")
-    add("--device", choices=get_args(Device), default=_DEFAULTS.device)
-    add("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype)
+    add("--device", choices=get_args(Device), default=_DEFAULTS.device, help="of every rank")
+    add("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help="of weights and cache")
     add("--mode", choices=get_args(Mode), default=_DEFAULTS.mode, help="how to speculate")
     add("--budget", type=int, default=_DEFAULTS.budget, metavar="B", help="draft nodes a tree")
     add("--candidates", type=int, default=_DEFAULTS.candidates, metavar="K", help="per depth")
     add("--max-requests", type=int, default=_DEFAULTS.max_requests, help="running at once")
-    add("--max-model-len", type=int, default=None, help="prompt + output tokens of a request")
+    add(
+        "--max-model-len",
+        type=int,
+        default=None,
+        help="prompt + output tokens of a request (default: the model's)",
+    )
     add("--prefill-chunk", type=int, default=_DEFAULTS.prefill_chunk, help="prompt tokens a step")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="tokens in a KV page")
-    add("--num-pages", type=int, default=None, help="KV pages a rank")
-    add("--threads", type=int, default=None, help="torch threads a rank on a CPU")
+    add("--num-pages", type=int, default=None, help="KV pages a rank (default: by memory)")
+    add(
+        "--threads",
+        type=int,
+        default=None,
+        help="torch threads a rank on a CPU (default: by cores)",
+    )
     add("--no-graphs", action="store_true", help="no CUDA graphs: every step from the host")
+
+
+def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which GPUs of a cluster the ranks take."""
+    add = parser.add_argument_group("placement").add_argument
+    add(
+        "--accelerator-type",
+        metavar="NAME",
+        help="as Ray names it: RTX-PRO-6000, H200 (default: any)",
+    )
+    add(
+        "--gpus",
+        metavar="N,N,..",
+        help="the GPU of each rank by its number on the node, which this engine has to itself: "
+        "skips a sick card, orders ranks along the PCIe tree (default: Ray's choice)",
+    )
+
+
+def placement_of(arguments: argparse.Namespace) -> Placement:
+    """Raises ConfigError where --gpus is not a list of numbers."""
+    return Placement(accelerator_type=arguments.accelerator_type, gpus=parse_gpus(arguments.gpus))
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -50,3 +92,13 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         threads=arguments.threads,
         graphs=not arguments.no_graphs,
     )
+
+
+def parse_gpus(text: str | None) -> tuple[int, ...] | None:
+    """ "0,1,3" to (0, 1, 3)."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(f"gpus must be numbers with commas between, got {text!r}") from None

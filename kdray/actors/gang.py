@@ -10,8 +10,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from kdray.actors.driver_actor import DriverActor
-from kdray.actors.placement import Placement, Room, reserve, with_device
+from kdray.actors.placement import Placement
 from kdray.actors.rendezvous import Rendezvous, remove_folder
+from kdray.actors.room import Room, reserve, with_device
 from kdray.actors.verifier_actor import VerifierActor
 from kdray.config import EngineConfig
 from kdray.errors import KdrayError, StartupError

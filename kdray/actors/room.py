@@ -1,0 +1,81 @@
+"""The bundles a gang sits in: one a rank, all on one node."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kdray.actors.placement import Placement
+from kdray.config import EngineConfig
+from kdray.errors import PlacementError
+
+STRATEGY = "STRICT_PACK"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The bundles that a gang's ranks sit in: rank r in bundle first_bundle + r.
+
+    owned   made for the gang, so it goes with it; False: it belongs to whoever gave it
+    """
+
+    group: PlacementGroup
+    first_bundle: int = 0
+    owned: bool = True
+
+    def options(self, config: EngineConfig, placement: Placement, rank: int) -> dict[str, Any]:
+        """A rank's actor options: the same bundle every time; a rank never restarts alone."""
+        return {
+            "num_cpus": 1,
+            "num_gpus": placement.bundle(config).get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=self.first_bundle + rank
+            ),
+            "runtime_env": {"env_vars": placement.env_vars(config, rank)},
+        }
+
+    def release(self) -> None:
+        """Give the bundles back, where they were the gang's own."""
+        if self.owned:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self.group)
+
+
+def with_device(config: EngineConfig) -> EngineConfig:
+    """The same device for all ranks, decided once: GPUs where the cluster has one for each."""
+    if config.device != "auto":
+        return config
+    enough = ray.cluster_resources().get("GPU", 0) >= config.tp
+    return replace(config, device="cuda" if enough else "cpu")
+
+
+def reserve(config: EngineConfig, placement: Placement) -> Room:
+    """A placement group of its own for a gang. Raises PlacementError where it does not fit."""
+    placement.check(config)
+    bundle = placement.bundle(config)
+    total = ray.cluster_resources()
+    # Of an accelerator's type a node offers 1, shared by all ranks.
+    if any(total.get(kind, 0) < config.tp * amount for kind, amount in bundle.items()):
+        raise _does_not_fit(config, bundle, "")  # and no waiting can help
+    group: PlacementGroup = placement_group([bundle] * config.tp, strategy=STRATEGY)
+    if group.wait(config.start_timeout_s):
+        return Room(group=group)
+    waited = f" after {config.start_timeout_s:g} s (start_timeout_s)"
+    error = _does_not_fit(config, bundle, waited)
+    remove_placement_group(group)
+    raise error
+
+
+def _does_not_fit(config: EngineConfig, bundle: dict[str, float], waited: str) -> PlacementError:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    has = ", ".join(f"{total.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in sorted(bundle))
+    return PlacementError(
+        f"{config.tp} ranks need {config.tp} x {bundle} on one node; "
+        f"the cluster has {has}{waited}. Free the resources, lower --tp, or take --device cpu"
+    )
