@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kdray.errors import ConfigError
@@ -13,6 +13,50 @@ DType = Literal["auto", "float32", "bfloat16"]
 
 MAX_BUDGET = 1024
 MAX_CANDIDATES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPolicy:
+    """When a gang counts as hung, and how often it is started again.
+
+    step_multiple     a step is late when it takes so many times what slow steps before it took
+    step_floor_s      but never sooner than this
+    start_steps       steps behind a start to which start_floor_s applies instead
+    start_floor_s     room for first launches, kernels compiled on demand, cold files
+    pulse_every_s     how often rank 0 is asked whether it gets on
+    pulse_timeout_s   a rank 0 that does not answer for so long is hung, whatever it does
+    max_restarts      within window_s; one more fault ends the engine
+    window_s          how long a restart counts
+    backoff_s         wait before the second restart in a window; it doubles with every further one
+    end_timeout_s     longest wait for a killed gang's processes and GPU memory to be gone
+    """
+
+    step_multiple: float = 20.0
+    step_floor_s: float = 10.0
+    start_steps: int = 20
+    start_floor_s: float = 120.0
+    pulse_every_s: float = 1.0
+    pulse_timeout_s: float = 30.0
+    max_restarts: int = 3
+    window_s: float = 600.0
+    backoff_s: float = 1.0
+    end_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _between("start_steps", self.start_steps, 0, 1 << 40)
+        _between("max_restarts", self.max_restarts, 0, 1 << 40)
+        if not self.step_multiple >= 1:
+            raise ConfigError(f"step_multiple must be at least 1, got {self.step_multiple}")
+        _above_zero(
+            self,
+            "step_floor_s",
+            "start_floor_s",
+            "pulse_every_s",
+            "pulse_timeout_s",
+            "window_s",
+            "backoff_s",
+            "end_timeout_s",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +81,9 @@ class EngineConfig:
                         step from the host, which is slower and gives the same tokens
     norm_eps_qkv        epsilon of the q_a and kv_a norms; None: 1e-6, as published weights expect
     start_timeout_s     longest wait for placement, and again for the ranks to come up
-    step_timeout_s      longest wait of one rank for another inside a step
+    step_timeout_s      longest wait of one rank for another inside a step; who is hung is found
+                        sooner (faults)
+    faults              when the ranks count as hung, and how often they are started again
     """
 
     model: str = "demo"
@@ -59,6 +105,7 @@ class EngineConfig:
     norm_eps_qkv: float | None = None
     start_timeout_s: float = 120.0
     step_timeout_s: float = 120.0
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, get_args(Mode))
@@ -74,14 +121,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, 1, 1 << 40)
-        for name in ("kv_memory_bytes", "start_timeout_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        _above_zero(self, "kv_memory_bytes", "start_timeout_s", "step_timeout_s")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def _above_zero(wishes: object, *names: str) -> None:
+    for name in names:
+        if not getattr(wishes, name) > 0:
+            raise ConfigError(f"{name} must be greater than 0, got {getattr(wishes, name)}")
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from kdray.core.request import Request
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
+from kdray.driver.watch import Pulse, StepWatch
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 
 Emit = Callable[[list[RequestOutput]], None]
@@ -56,13 +57,18 @@ class StepLoop:
     """
 
     def __init__(
-        self, build: Callable[[], HasDriver], emit: Emit, on_end: Callable[[], None]
+        self,
+        build: Callable[[], HasDriver],
+        emit: Emit,
+        on_end: Callable[[], None],
+        watch: StepWatch | None = None,
     ) -> None:
         self.ready: Future[HasDriver] = Future()
         self.failure: BaseException | None = None
         self._build = build
         self._emit = emit
         self._on_end = on_end
+        self._watch = watch or StepWatch()
         self._inbox: queue.SimpleQueue[Callable[[Driver], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._stats = DriverStats()
@@ -83,6 +89,10 @@ class StepLoop:
 
     def stats(self) -> DriverStats:
         return self._stats
+
+    def pulse(self) -> Pulse:
+        """How the loop gets on; answers while a step hangs."""
+        return self._watch.pulse()
 
     def close(self, timeout_s: float) -> None:
         """Stop after the step that is running. Open requests are dropped."""
@@ -117,7 +127,8 @@ class StepLoop:
         busy = False
         while not self._closed.is_set():
             self._drain(driver, wait=not busy)
-            outputs = driver.step()
+            with self._watch.step():
+                outputs = driver.step()
             busy = outputs is not None
             self._stats = snapshot(driver)
             if outputs:
