@@ -1,13 +1,11 @@
-"""The application as a Ray Serve deployment: one replica, which speaks to one driver actor."""
+"""The application as a Ray Serve deployment: each replica is the HTTP process of one engine."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,74 +13,89 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.serve import Application, Deployment
 
+from kdray.actors.room import STRATEGY, with_device
 from kdray.errors import ConfigError, EngineClosed
 from kdray.model.tokenizer import Tokenizer
-from kdray.serve.app import ServeLimits, build_app
-from kdray.serve.client import DriverClient
+from kdray.serve.app import build_app
+from kdray.serve.arguments import Arguments, Hosting
+from kdray.serve.backends import Attached, Backend, Connect, Hosted, ServedModel
 from kdray.serve.engine import EngineClient
+from kdray.serve.progress import ProgressWatch
 
-Connect = Callable[[], Awaitable[EngineClient]]
-Engine = ActorHandle[Any] | Connect
+__all__ = ["Endpoint", "ServedModel", "application", "hosting_application", "start", "stop"]
 
 MAX_ONGOING_REQUESTS = 4096
-DRAIN_S = 60.0
 _APPLICATION = "kdray"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What the endpoint serves: the id that clients write, and where its tokenizer lies."""
-
-    name: str
-    tokenizer_folder: Path
-    limits: ServeLimits = field(default_factory=ServeLimits)
-
-
 class Endpoint:
-    """Connects and builds the application in the replica's process, in its own event loop."""
+    """Opens the engine and builds the application in the replica's process, in its own event loop.
 
-    def __init__(self, engine: Engine, model: ServedModel) -> None:
-        self._connect = _connector(engine)
-        self._model = model
+    Ray Serve stops it by sending nothing new, waiting for what is open, and calling __del__.
+    """
+
+    def __init__(self, backend: Backend, stall_s: float) -> None:
+        self._backend = backend
+        self._watch = ProgressWatch(stall_s)
         self._engine: EngineClient | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve once, behind the constructor."""
-        tokenizer = Tokenizer.from_folder(self._model.tokenizer_folder)
-        self._engine = await self._connect()
-        return build_app(self._engine, tokenizer, self._model.name, self._model.limits)
+        self._engine, model = await self._backend.open()
+        tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
+        return build_app(self._engine, tokenizer, model.name, model.limits)
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica that raises here."""
-        cause = self._engine.healthy() if self._engine is not None else "not connected yet"
+        if self._engine is None:
+            raise EngineClosed("not connected yet")
+        cause = await self._watch.cause(self._engine)
         if cause is not None:
             raise EngineClosed(cause)
 
-
-def _connector(engine: Engine) -> Connect:
-    if isinstance(engine, ActorHandle):
-        return lambda: DriverClient.connect(engine)
-    return engine
+    async def __del__(self) -> None:
+        await self._backend.close()
 
 
-def application(engine: Engine, model: ServedModel) -> Application:
-    """The deployment bound to a driver actor, or to a factory that is awaited in the replica."""
+def application(engine: ActorHandle[Any] | Connect, model: ServedModel) -> Application:
+    """One endpoint in front of a driver actor, or of what a factory connects to in the replica."""
+    hosting = Hosting()
+    deployed = _deployment(hosting, ray_actor_options={"num_cpus": 0})
+    return deployed.bind(Attached(engine, model), hosting.stall_s)
+
+
+def hosting_application(arguments: Arguments) -> Application:
+    """Endpoints that start engines of their own, each in one placement group: a bundle of CPUs for
+    the HTTP process, then one for each rank."""
+    arguments = replace(arguments, config=with_device(arguments.config))
+    config, hosting = arguments.config, arguments.hosting
+    ingress = {"CPU": hosting.ingress_cpus}
+    deployed = _deployment(
+        hosting,
+        ray_actor_options={"num_cpus": hosting.ingress_cpus},
+        placement_group_bundles=[ingress] + [arguments.placement.bundle(config)] * config.tp,
+        placement_group_strategy=STRATEGY,
+    )
+    return deployed.bind(Hosted(arguments), hosting.stall_s)
+
+
+def _deployment(hosting: Hosting, **placed: Any) -> Deployment:
     deployed: Deployment = serve.deployment(
         name="Endpoint",
-        num_replicas=1,
+        num_replicas=hosting.engines,
         # A backstop only: admission is the application's, which answers in OpenAI's shape.
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
         health_check_period_s=5,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_timeout_s=hosting.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=2,
+        **placed,
     )(serve.ingress()(Endpoint))
-    return deployed.bind(engine, model)
+    return deployed
 
 
-def start(engine: Engine, model: ServedModel, *, host: str, port: int) -> None:
+def start(engine: ActorHandle[Any] | Connect, model: ServedModel, *, host: str, port: int) -> None:
     """Serve `model` at http://host:port; returns once the endpoint answers.
 
     Raises ConfigError, and leaves what runs alone, where the cluster already serves a kdray or its
@@ -112,7 +125,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def stop(*, leave_serve: bool = False) -> None:
-    """Remove the endpoint, once its open requests have ended or DRAIN_S is over.
+    """Remove the endpoint, once its open requests have ended or its drain time is over.
 
     Ray Serve itself goes too, unless other applications run on it or it ends with its cluster
     anyhow (leave_serve).

@@ -1,0 +1,112 @@
+"""The arguments of a deployed application: a YAML's mapping or NAME=VALUE words to dataclasses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from kdray.actors.placement import Placement
+from kdray.config import EngineConfig
+from kdray.errors import ConfigError
+from kdray.serve.surface import ServeLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosting:
+    """How Ray Serve holds an engine.
+
+    served_name    the model id that clients write; None: the model's own name
+    engines        engines behind the endpoint, each with ranks of its own
+    ingress_cpus   CPUs reserved for each engine's HTTP process, beside its ranks
+    drain_s        how long open requests may run on when an engine is told to stop
+    stall_s        an engine with work that makes no step for so long is replaced
+    """
+
+    served_name: str | None = None
+    engines: int = 1
+    ingress_cpus: float = 1.0
+    drain_s: float = 120.0
+    stall_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.engines < 1:
+            raise ConfigError(f"engines must be at least 1, got {self.engines}")
+        for name in ("ingress_cpus", "drain_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Everything that `args` of a Serve config may say; every field of these has one name."""
+
+    config: EngineConfig = field(default_factory=EngineConfig)
+    placement: Placement = field(default_factory=Placement)
+    hosting: Hosting = field(default_factory=Hosting)
+    limits: ServeLimits = field(default_factory=ServeLimits)
+
+
+def parse_arguments(given: Mapping[str, Any]) -> Arguments:
+    """Raises ConfigError at a name that is not known or a value of another type."""
+    parts = get_type_hints(Arguments)
+    names = {item.name for part in parts.values() for item in fields(part)}
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"there is no argument {name!r}{hint}")
+    arguments = Arguments(**{key: _part(part, given) for key, part in parts.items()})
+    arguments.placement.check(arguments.config)
+    return arguments
+
+
+def _part(part: Any, given: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(part)
+    own = [item.name for item in fields(part) if item.name in given]
+    return part(**{name: _typed(name, given[name], hints[name]) for name in own})
+
+
+def _typed(name: str, value: object, hint: Any) -> object:
+    """The value as its field wants it; what came from a command line is text."""
+    wanted = [hint]
+    if get_origin(hint) in (Union, UnionType):
+        wanted = [option for option in get_args(hint) if option is not type(None)]
+        if value is None or str(value).lower() in ("none", "null"):
+            return None
+    kind = get_origin(wanted[0]) or wanted[0]
+    try:
+        return _converted(value, kind)
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{name} must be {_shown(kind)}, got {value!r}") from None
+
+
+def _converted(value: object, kind: Any) -> object:
+    if kind is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(_whole(part) for part in parts)  # type: ignore[attr-defined]
+    if kind is bool:
+        return _flag(value)
+    if kind is int:
+        return _whole(value)
+    if kind is float:
+        return float(value)  # type: ignore[arg-type]
+    return str(value)
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, float | bool):
+        raise ValueError(value)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _flag(value: object) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def _shown(kind: Any) -> str:
+    return {tuple: "a list of integers", bool: "true or false", int: "an integer"}.get(
+        kind, "a number" if kind is float else "text"
+    )
