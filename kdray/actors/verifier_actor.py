@@ -11,6 +11,7 @@ from kdray.config import EngineConfig
 from kdray.engine import build_verifier, resolve
 from kdray.kernels.ops import load_ops
 from kdray.model.parallel import Shard
+from kdray.profiling.recorder import Recorder
 from kdray.verifier.channel import ZmqReceiver
 from kdray.verifier.collectives import TorchCollectives
 from kdray.verifier.rank_group import RankWorker
@@ -45,7 +46,7 @@ class VerifierActor:
             collectives=collectives,
         )
         receiver = ZmqReceiver(rendezvous.endpoint(rank))
-        self._worker = RankWorker(verifier, receiver, collectives, facts.device)
+        self._worker = RankWorker(verifier, receiver, collectives, facts.device, Recorder(rank))
         return {"pid": os.getpid()}
 
     def run(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kdray.core.profile import ProfileOrder
 from kdray.core.request import SamplingParams
 
 Array = Any  # numpy.ndarray in core's own tests, torch.Tensor in the engine
@@ -192,6 +193,9 @@ class VerifierGroup(Protocol):
     def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified: ...
 
     def commit(self, paths: AcceptedPaths) -> None: ...
+
+    def profile(self, order: ProfileOrder | None) -> None:
+        """The ranks beside the caller's own record from the next step on; None: no longer."""
 
     def close(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from kdray.driver.scheduler import AheadStep, RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
 from kdray.kernels.ops import Ops
 from kdray.model.drafter import Drafter
+from kdray.profiling.recorder import Recorder
+from kdray.profiling.session import ProfileSession
 
 
 @dataclass(slots=True)
@@ -60,7 +63,9 @@ class Driver:
         decoder: AheadDecoder | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.clock = StageClock()
+        recorder = Recorder(rank=0)
+        self.clock = StageClock(recorder)
+        self.profile = ProfileSession(recorder, verifiers)
         self.counters = DriverCounters()
         self.verifiers = verifiers
         self._drafter = drafter
@@ -81,10 +86,15 @@ class Driver:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput] | None:
         """One round for every request that can run; None where there is nothing to do."""
+        start_ns = time.time_ns()
         if self._decoder is None:
-            return self._step_planned()
-        with on_device(self._device):
-            return self._step_ahead(self._decoder)
+            outputs = self._step_planned()
+        else:
+            with on_device(self._device):
+                outputs = self._step_ahead(self._decoder)
+        if outputs is not None:
+            self.profile.stepped(start_ns)
+        return outputs
 
     def _step_ahead(self, decoder: AheadDecoder) -> list[RequestOutput] | None:
         """Launch the next step of those who decode, run the others', read the one before.
@@ -148,6 +158,7 @@ class Driver:
             return _result(plan, trees, paths)
 
     def close(self) -> None:
+        self.profile.end()
         self.verifiers.close()
 
     def _roots(self, plan: StepPlan) -> Tensor:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kdray.profiling.recorder import Recorder
+
 VERBS = ("draft", "build", "verify", "accept", "commit")
 
 
@@ -13,16 +15,18 @@ class StageClock:
     """Adds up wall-clock seconds a verb; `schedule` is the time outside the five.
 
     Of rounds that run ahead on the device the host sees two stages: `launch`, and `wait`, until the
-    tokens of the one before are there.
+    tokens of the one before are there. Every stage is a range of the recorder's as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.seconds: dict[str, float] = dict.fromkeys((*VERBS, "schedule", "launch", "wait"), 0.0)
+        self._recorder = recorder
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self._recorder.range(name):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start

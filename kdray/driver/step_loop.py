@@ -10,11 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kdray.core.profile import ProfileOrder
 from kdray.core.request import Request
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
 from kdray.driver.watch import Pulse, StepWatch
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
+from kdray.profiling.session import OnEnd
 
 Emit = Callable[[list[RequestOutput]], None]
 _IDLE_POLL_S = 1.0
@@ -87,6 +89,16 @@ class StepLoop:
         """Forget a request before the next step; unknown ids are fine."""
         self._inbox.put(lambda driver: _abort(driver, request_id))
 
+    def begin_profile(self, order: ProfileOrder, on_end: OnEnd) -> None:
+        """All ranks record from the next step on; on_end gets the number of steps, in the loop's
+        thread. The caller sees to it that there is one profile at a time."""
+        self._check_open()
+        self._inbox.put(lambda driver: driver.profile.begin(order, on_end))
+
+    def end_profile(self) -> None:
+        """Before it has run all its steps; nothing happens where none is open."""
+        self._inbox.put(lambda driver: driver.profile.end())
+
     def stats(self) -> DriverStats:
         return self._stats
 
@@ -129,6 +141,7 @@ class StepLoop:
             self._drain(driver, wait=not busy)
             with self._watch.step():
                 outputs = driver.step()
+            driver.profile.settle()
             busy = outputs is not None
             self._stats = snapshot(driver)
             if outputs:

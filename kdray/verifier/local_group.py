@@ -12,6 +12,7 @@ from kdray.core.plan import (
     StepPlan,
     Verified,
 )
+from kdray.core.profile import ProfileOrder
 from kdray.verifier.verifier import Verifier
 
 
@@ -34,6 +35,9 @@ class LocalGroup:
 
     def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
         self._verifier.commit_on_device(paths, rows)
+
+    def profile(self, order: ProfileOrder | None) -> None:
+        """There are no other ranks to tell."""
 
     def close(self) -> None:
         return None

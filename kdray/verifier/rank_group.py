@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
 from kdray.model.parallel import Collectives
+from kdray.core.profile import ProfileOrder
+from kdray.profiling.recorder import Recorder
 from kdray.verifier.verifier import Verifier
 from kdray.verifier.wire import Kind, StepHeader, decode, encode
 
@@ -62,6 +64,11 @@ class RankGroup:
     def commit(self, paths: AcceptedPaths) -> None:
         self._pending = paths
 
+    def profile(self, order: ProfileOrder | None) -> None:
+        """The other ranks record from the next step on; None: they record no longer."""
+        kind = Kind.PROFILE_END if order is None else Kind.PROFILE
+        self._sender.send(encode(StepHeader(kind=kind, plan=None, profile=order)))
+
     def close(self) -> None:
         self._sender.send(encode(StepHeader(kind=Kind.STOP, plan=None)))
         self._sender.close()
@@ -76,8 +83,10 @@ class RankWorker:
         receiver: HeaderReceiver,
         collectives: Collectives,
         device: torch.device,
+        recorder: Recorder,
     ) -> None:
         self._verifier = verifier
+        self._recorder = recorder
         self._receiver = receiver
         self._collectives = collectives
         self._device = device
@@ -88,20 +97,33 @@ class RankWorker:
         steps = 0
         while True:
             header = decode(self._receiver.receive())
-            if header.plan is None:
+            if header.kind is Kind.STOP:
                 self._receiver.close()
+                self._recorder.end()
+                self._recorder.join()
                 return steps
+            if header.plan is None:
+                self._profile(header.profile)
+                continue
             self._step(header.plan, header)
             steps += 1
+
+    def _profile(self, order: ProfileOrder | None) -> None:
+        if order is None:
+            self._recorder.end()
+        else:
+            self._recorder.begin(order)
 
     def _step(self, plan: StepPlan, header: StepHeader) -> None:
         if header.commits:
             shape = (self._num_requests, header.commit_width + 2)
-            self._verifier.commit(_unpack_paths(self._receive(shape)))
+            with self._recorder.range("commit"):
+                self._verifier.commit(_unpack_paths(self._receive(shape)))
         self._num_requests = len(plan.requests)
         width = header.num_nodes * (3 + header.num_words) + 1
-        packed = self._receive((self._num_requests, width))
-        self._verifier.verify(plan, _unpack_trees(packed, header))
+        with self._recorder.range("verify"):
+            packed = self._receive((self._num_requests, width))
+            self._verifier.verify(plan, _unpack_trees(packed, header))
 
     def _receive(self, shape: Sequence[int]) -> Tensor:
         buffer = torch.empty(tuple(shape), dtype=torch.int32, device=self._device)

@@ -5,6 +5,9 @@
     per request: slot, num_cached, known m, budget, pages P, samples    6 int32
     known tokens of all requests, then page tables of all requests      int32
 
+PROFILE, which tells the ranks to record from the next step on, has 8 int32 as well (magic, kind, 0,
+flags, bytes of the folder's name, 0, 0, 0) and then that name in UTF-8, padded to whole words.
+
 Token ids, masks and paths live on the device and travel by broadcast (rank_group); only what the
 host decides is here. Sampling parameters are not: rank 0 draws.
 """
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from kdray.core.plan import PlannedRequest, StepPlan
 from kdray.core.request import SamplingParams
+from kdray.core.profile import ProfileOrder
 
 MAGIC = 0x6B647231  # "kdr1": a header of another version is refused, not misread
 _HEAD = 8
@@ -29,17 +33,20 @@ _GREEDY = SamplingParams()
 class Kind(enum.IntEnum):
     STEP = 1
     STOP = 2
+    PROFILE = 3
+    PROFILE_END = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """One message. `plan` is None for STOP; plans arrive without what only rank 0 needs."""
+    """One message. Only a STEP has a plan; plans arrive without what only rank 0 needs."""
 
     kind: Kind
     plan: StepPlan | None
     num_nodes: int = 0
     num_words: int = 0
     commit_width: int = 0
+    profile: ProfileOrder | None = None
 
     @property
     def commits(self) -> bool:
@@ -47,6 +54,8 @@ class StepHeader:
 
 
 def encode(header: StepHeader) -> bytes:
+    if header.profile is not None:
+        return _encode_profile(header.profile)
     requests = header.plan.requests if header.plan else ()
     step = header.plan.step if header.plan else 0
     head = [
@@ -78,8 +87,10 @@ def decode(message: bytes) -> StepHeader:
     if len(words) < _HEAD or words[0] != MAGIC:
         raise ValueError("not a step header of this version: do all ranks run the same kdray?")
     kind, step, count, num_nodes, num_words, _, commit_width = words[1:_HEAD].tolist()
-    if Kind(kind) is Kind.STOP:
-        return StepHeader(kind=Kind.STOP, plan=None)
+    if Kind(kind) is Kind.PROFILE:
+        return _decode_profile(words)
+    if Kind(kind) is not Kind.STEP:
+        return StepHeader(kind=Kind(kind), plan=None)
     table = words[_HEAD : _HEAD + count * _PER_REQUEST].reshape(count, _PER_REQUEST)
     body = words[_HEAD + count * _PER_REQUEST :]
     if len(body) != int(table[:, 2].sum() + table[:, 4].sum()):
@@ -97,6 +108,21 @@ def decode(message: bytes) -> StepHeader:
         num_words=num_words,
         commit_width=commit_width,
     )
+
+
+def _encode_profile(order: ProfileOrder) -> bytes:
+    name = order.folder.encode()
+    head = [MAGIC, int(Kind.PROFILE), 0, order.flags, len(name), 0, 0, 0]
+    return np.array(head, dtype="<i4").tobytes() + name + b"\0" * (-len(name) % 4)
+
+
+def _decode_profile(words: NDArray[np.int32]) -> StepHeader:
+    flags, length = words[3:5].tolist()
+    name = words[_HEAD:].astype("<i4").tobytes()[:length]
+    if len(name) != length:
+        raise ValueError("a profile's header of the wrong length")
+    order = ProfileOrder.from_flags(flags, name.decode())
+    return StepHeader(kind=Kind.PROFILE, plan=None, profile=order)
 
 
 def _request(

@@ -14,6 +14,7 @@ from kdray.core.request import SamplingParams
 from kdray.engine import assemble, build_verifier, resolve
 from kdray.kernels.ops import load_ops
 from kdray.model.parallel import Shard
+from kdray.profiling.recorder import Recorder
 from kdray.verifier.rank_group import RankGroup, RankWorker
 from tests.harness import drain, model_config, outputs_of, run, submit
 from tests.model import tiny
@@ -77,5 +78,6 @@ def _follow(
 ) -> int:
     threading.current_thread().name = f"rank-{rank}"
     receiver = channel.receiver(rank)
-    worker = RankWorker(verifier, receiver, collectives, torch.device("cpu"))  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    worker = RankWorker(verifier, receiver, collectives, cpu, Recorder(rank))  # type: ignore[arg-type]
     return worker.run()
