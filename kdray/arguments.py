@@ -50,6 +50,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="torch threads a rank on a CPU (default: by cores)",
     )
     add("--no-graphs", action="store_true", help="no CUDA graphs: every step from the host")
+    add("--nsight", action="store_true", help="start the ranks under Nsight Systems (nsys)")
+    add(
+        "--profile-folder",
+        metavar="PATH",
+        help="where profiles are written (default: a temporary folder)",
+    )
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +97,8 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         num_pages=arguments.num_pages,
         threads=arguments.threads,
         graphs=not arguments.no_graphs,
+        nsight=arguments.nsight,
+        profile_folder=arguments.profile_folder,
     )
 
 

@@ -83,6 +83,9 @@ class EngineConfig:
     start_timeout_s     longest wait for placement, and again for the ranks to come up
     step_timeout_s      longest wait of one rank for another inside a step; who is hung is found
                         sooner (faults)
+    nsight              start the ranks under Nsight Systems (nsys), which then records their GPUs
+    profile_folder      where profiles are written, on the ranks' host; None: a folder of this
+                        user's own under the system's temporary one
     faults              when the ranks count as hung, and how often they are started again
     """
 
@@ -105,6 +108,8 @@ class EngineConfig:
     norm_eps_qkv: float | None = None
     start_timeout_s: float = 120.0
     step_timeout_s: float = 120.0
+    nsight: bool = False
+    profile_folder: str | None = None
     faults: FaultPolicy = field(default_factory=FaultPolicy)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ KdrayError
 │   ├── PlacementError   the cluster cannot hold the gang
 │   ├── StartupError     a rank failed while starting
 │   └── RankFailed       a rank died or stopped answering while running
+├── ProfileConflict      a profile is open already, or there is none to end
 ├── KernelError          a CUDA kernel that cannot be compiled, loaded or launched
 └── EngineClosed         a call after close()
 """
@@ -57,6 +58,10 @@ class StartupError(GangError):
 
 class RankFailed(GangError):
     """A rank died or stopped answering; the gang is stopped as a whole."""
+
+
+class ProfileConflict(KdrayError):
+    """A profile is open already, or there is none to end."""
 
 
 class KernelError(KdrayError):

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from kdray.actors.profile_desk import ProfileDesk
 from kdray.actors.rendezvous import Rendezvous, make_folder, remove_folder
 from kdray.config import EngineConfig
+from kdray.core.profile import ProfileOptions
 from kdray.core.request import SamplingParams
 from kdray.driver.scheduler import RequestOutput
 from kdray.driver.step_loop import StepLoop
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import EngineClosed
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.profiling.store import ProfileStore
 from kdray.verifier.channel import ZmqSender
 from kdray.verifier.collectives import TorchCollectives, open_store
 from kdray.verifier.local_group import LocalGroup
@@ -41,6 +44,7 @@ class DriverActor:
         self._engine: Engine | None = None
         self._loop: StepLoop | None = None
         self._subscribers: set[asyncio.Queue[StepMessage | None]] = set()
+        self._desk: ProfileDesk | None = None
 
     async def open_rendezvous(self) -> Rendezvous:
         """The place where all ranks meet; on one host, so over the loopback."""
@@ -61,6 +65,8 @@ class DriverActor:
         self._loop = StepLoop(self._build, emit, on_end)
         self._loop.start()
         await asyncio.wrap_future(self._loop.ready)
+        store = ProfileStore.at(self._config.profile_folder)
+        self._desk = ProfileDesk(self._loop, store, self._config.tp)
         return await self.info()
 
     async def info(self) -> dict[str, Any]:
@@ -96,6 +102,27 @@ class DriverActor:
 
     async def stats(self) -> dict[str, Any]:
         return asdict(self._step_loop().stats())
+
+    async def start_profile(self, options: ProfileOptions) -> dict[str, Any]:
+        """Record all ranks from the next step on. Raises ConfigError or ProfileConflict."""
+        on_gpu = self._running_engine().facts.device.type == "cuda"
+        options = options.resolved(on_gpu=on_gpu, under_nsight=self._config.nsight)
+        return self._profiles().start(options)
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """End it and wait for its files. Raises ProfileConflict where none was started."""
+        return await self._profiles().stop()
+
+    async def profiles(self) -> list[str]:
+        return self._profiles().names()
+
+    async def profile_status(self, name: str) -> dict[str, Any]:
+        """Raises KeyError where there is no such profile."""
+        return self._profiles().status(name)
+
+    async def profile_file(self, name: str, file: str) -> bytes:
+        """Raises KeyError where there is no such file."""
+        return await asyncio.to_thread(self._profiles().read, name, file)
 
     async def outputs(self) -> AsyncIterator[StepMessage]:
         """One message a step, for all requests, from the moment of the call to the end.
@@ -172,6 +199,11 @@ class DriverActor:
         if self._loop is None:
             raise EngineClosed("the engine has not been started")
         return self._loop
+
+    def _profiles(self) -> ProfileDesk:
+        if self._desk is None:
+            raise EngineClosed("the engine has not been started")
+        return self._desk
 
     def _running_engine(self) -> Engine:
         if self._engine is None:

@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kdray.actors.nsight import NSIGHT_OPTIONS
 from kdray.actors.placement import Placement
 from kdray.config import EngineConfig
 from kdray.errors import PlacementError
@@ -37,7 +38,10 @@ class Room:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=self.first_bundle + rank
             ),
-            "runtime_env": {"env_vars": placement.env_vars(config, rank)},
+            "runtime_env": {
+                "env_vars": placement.env_vars(config, rank),
+                **({"nsight": dict(NSIGHT_OPTIONS)} if config.nsight else {}),
+            },
         }
 
     def release(self) -> None:

@@ -139,7 +139,7 @@ class StepLoop:
         busy = False
         while not self._closed.is_set():
             self._drain(driver, wait=not busy)
-            with self._watch.step():
+            with self._watch.step(driver.profile.allowance_s):
                 outputs = driver.step()
             driver.profile.settle()
             busy = outputs is not None

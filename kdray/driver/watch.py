@@ -53,9 +53,12 @@ class StepWatch:
         self._deadline = self._policy.start_floor_s
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one step. Raising counts as its end: the failure has its own way out."""
-        self._deadline = self._allowed()
+    def step(self, floor_s: float = 0.0) -> Iterator[None]:
+        """Around one step. Raising counts as its end: the failure has its own way out.
+
+        floor_s   it may take so long at least, whatever was learnt
+        """
+        self._deadline = max(self._allowed(), floor_s)
         began = self._began = self._clock()
         try:
             yield

@@ -9,6 +9,7 @@ from kdray.core.profile import ProfileOrder
 from kdray.profiling.recorder import Recorder
 
 OnEnd = Callable[[int], None]
+ALLOWANCE_S = 120.0  # profilers load libraries when they begin and hand over events when they end
 
 
 class ProfileSession:
@@ -24,10 +25,16 @@ class ProfileSession:
         self._order: ProfileOrder | None = None
         self._on_end: OnEnd | None = None
         self._steps = 0
+        self._allowed_steps = 0
 
     @property
     def is_open(self) -> bool:
         return self._order is not None
+
+    @property
+    def allowance_s(self) -> float:
+        """Seconds the next step may take because ranks begin or end recording in front of it."""
+        return ALLOWANCE_S if self._allowed_steps else 0.0
 
     def begin(self, order: ProfileOrder, on_end: OnEnd) -> None:
         """Record from the next step on; on_end gets the number of steps once nothing records."""
@@ -35,9 +42,11 @@ class ProfileSession:
         self._ranks.profile(order)
         self._recorder.begin(order)
         self._order, self._on_end, self._steps = order, on_end, 0
+        self._allowed_steps = 2
 
     def stepped(self, start_ns: int) -> None:
         """A step that began at start_ns (time.time_ns) has ended."""
+        self._allowed_steps = max(self._allowed_steps - 1, 0)
         if self._order is None:
             return
         self._steps += 1
@@ -53,6 +62,7 @@ class ProfileSession:
         if self._order is None or self._on_end is None:
             return
         on_end, self._order, self._on_end = self._on_end, None, None
+        self._allowed_steps = 2
         self._ranks.profile(None)
         self._recorder.end()
         on_end(self._steps)
