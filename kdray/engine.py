@@ -23,6 +23,7 @@ from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
 from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
+from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
@@ -248,14 +249,29 @@ def _load_drafter(
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], sampling: SamplingParams, facts: EngineFacts
+    request_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    facts: EngineFacts,
+    delivered: Sequence[int] = (),
 ) -> Request:
-    """A request with everything fixed: its seed, and the tokens that end it."""
+    """A request with everything fixed: its seed, and the tokens that end it.
+
+    delivered   output that an engine before this one gave already; the request goes on behind it,
+                and needs the seed that it had there
+    """
     own = frozenset() if sampling.ignore_eos else facts.model.eos_token_ids
+    if len(delivered) >= sampling.max_tokens:
+        raise InvalidRequest(
+            f"{len(delivered)} tokens were delivered of max_tokens {sampling.max_tokens}; "
+            "nothing is left to run",
+            param="max_tokens",
+        )
     return Request(
         request_id=request_id,
         prompt=tuple(prompt),
         sampling=sampling,
         end_token_ids=own | frozenset(sampling.stop_token_ids),
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        tokens=[*prompt, *delivered],
     )

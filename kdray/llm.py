@@ -25,12 +25,14 @@ class Completion:
     """One finished request.
 
     accept_lengths   tokens gained by each speculative step (accepted drafts + 1)
+    error            why, where finish_reason is "error"
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     accept_lengths: list[int] = field(default_factory=list)
+    error: str | None = None
 
 
 class LLM:
@@ -126,6 +128,7 @@ class _Writer:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._reason: str | None = None
+        self._error: str | None = None
 
     def write(self, output: RequestOutput) -> bool:
         """True where a stop string ended the text and the request is to be aborted."""
@@ -142,7 +145,7 @@ class _Writer:
             return output.finish_reason is None
         if output.finish_reason is not None:
             self._text.append(self._stops.flush())
-            self._reason = output.finish_reason
+            self._reason, self._error = output.finish_reason, output.error
         return False
 
     def completion(self) -> Completion:
@@ -151,4 +154,5 @@ class _Writer:
             token_ids=self._token_ids,
             finish_reason=self._reason or "abort",
             accept_lengths=self._request.accept_lengths,
+            error=self._error,
         )

@@ -128,10 +128,13 @@ class Verified:
     token      [R, N] int32: the target's token after each node
     features   [T, F]: hidden states the drafter reads, a row per row of the step (known, then
                drafts, request after request); F = 0 where nobody reads them
+    broken     requests (rows of token) that met a row without any finite logit: their tokens mean
+               nothing
     """
 
     token: Array
     features: Array
+    broken: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

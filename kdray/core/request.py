@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from kdray.errors import InvalidRequest
 
-FinishReason = str  # "stop" or "length", as in OpenAI's API; "abort" where nobody waits any more
+# "stop" or "length", as in OpenAI's API; "error" where the request itself is broken; "abort" where
+# nobody waits any more.
+FinishReason = str
 MAX_SEED = 2**63 - 1
 
 

@@ -155,7 +155,7 @@ class Driver:
         with self.clock.stage("commit"):
             self.verifiers.commit(paths)
             self._extend(plan, trees, paths, verified)
-            return _result(plan, trees, paths)
+            return _result(plan, trees, paths, verified.broken)
 
     def close(self) -> None:
         self.profile.end()
@@ -215,7 +215,9 @@ def _row_start(plan: StepPlan, num_nodes: Sequence[int]) -> list[int]:
     return starts
 
 
-def _result(plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths) -> StepResult:
+def _result(
+    plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths, broken: frozenset[int]
+) -> StepResult:
     """The accepted draft tokens and the bonus token of every request that sampled."""
     token, node = trees.token.tolist(), paths.node.tolist()
     length, bonus, num_nodes = paths.length.tolist(), paths.bonus.tolist(), trees.num_nodes.tolist()
@@ -225,7 +227,10 @@ def _result(plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths) -> StepResu
         gained = (*drafts, bonus[r]) if request.samples else ()
         results.append(
             RequestResult(
-                request_id=request.request_id, tokens=gained, num_drafted=num_nodes[r] - 1
+                request_id=request.request_id,
+                tokens=gained,
+                num_drafted=num_nodes[r] - 1,
+                is_broken=r in broken,
             )
         )
     return StepResult(step=plan.step, requests=tuple(results))

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from kdray.core.request import FinishReason, Request
 
+_BROKEN = (
+    "no finite logit is left to draw from; the model's weights or this request's input are broken"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
@@ -14,12 +18,14 @@ class RequestOutput:
 
     accept_length   tokens gained by a speculative step: accepted drafts + 1, less where the request
                     ended before them; None where nothing was drafted
+    error           why, where finish_reason is "error"
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     accept_length: int | None
     finish_reason: FinishReason | None
+    error: str | None = None
 
 
 def grow(request: Request, tokens: Sequence[int], num_drafted: int) -> RequestOutput:
@@ -34,6 +40,17 @@ def grow(request: Request, tokens: Sequence[int], num_drafted: int) -> RequestOu
         token_ids=tuple(kept),
         accept_length=accept_length,
         finish_reason=reason,
+    )
+
+
+def broken(request: Request) -> RequestOutput:
+    """What a request says that has no logits left; the caller retires it."""
+    return RequestOutput(
+        request_id=request.request_id,
+        token_ids=(),
+        accept_length=None,
+        finish_reason="error",
+        error=f"request {request.request_id}: {_BROKEN}",
     )
 
 

@@ -55,6 +55,6 @@ def refuse_what_never_runs(
 
 def _tokens_named(request: Request) -> Iterator[tuple[str, Iterable[int]]]:
     """Every list of token ids that a client wrote, under the client's name for it."""
-    yield "prompt", request.prompt
+    yield "prompt", request.tokens  # and what was delivered of its output
     yield "logit_bias", (token for token, _ in request.sampling.logit_bias)
     yield "stop_token_ids", request.sampling.stop_token_ids

@@ -13,7 +13,7 @@ from kdray.core.pages import PageAllocator
 from kdray.core.plan import PlannedRequest, RequestResult, StepPlan, StepResult
 from kdray.core.request import Request, RequestStatus
 from kdray.core.sampling import adjusts
-from kdray.driver.growth import RequestOutput, grow
+from kdray.driver.growth import RequestOutput, broken, grow
 from kdray.driver.limits import Limits, refuse_what_never_runs
 from kdray.driver.roster import Roster, held_slot
 
@@ -110,7 +110,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             # The bonus token has no KV yet, so a step caches its known tokens and its drafts.
             request.num_cached += len(planned.known) + max(len(gained.tokens) - 1, 0)
-            if gained.tokens:
+            if gained.tokens or gained.is_broken:
                 outputs.append(self._grow(request, gained))
         return outputs
 
@@ -162,25 +162,21 @@ class Scheduler:
     def update_ahead(
         self, step: AheadStep, results: Sequence[RequestResult]
     ) -> list[RequestOutput]:
-        """As update; requests that ended while the step ran are passed over.
-
-        Raises ValueError where a running request's logits were all broken.
-        """
+        """As update; requests that ended while the step ran are passed over."""
         outputs = []
         for request, gained in zip(step.requests, results, strict=True):
             request.num_in_flight -= 1
             if request.status is RequestStatus.RUNNING:
-                if gained.is_broken:
-                    raise ValueError(
-                        f"request {request.request_id}: no finite logit is left to draw from; "
-                        "the model's weights or its input are broken"
-                    )
                 request.num_cached += len(gained.tokens)
                 outputs.append(self._grow(request, gained))
         return outputs
 
     def _grow(self, request: Request, gained: RequestResult) -> RequestOutput:
-        output = grow(request, gained.tokens, gained.num_drafted)
+        """A broken request ends alone, with an error."""
+        if gained.is_broken:
+            output = broken(request)
+        else:
+            output = grow(request, gained.tokens, gained.num_drafted)
         if output.finish_reason is not None:
             self._roster.retire(request, output.finish_reason)
         return output

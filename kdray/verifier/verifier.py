@@ -18,8 +18,9 @@ from kdray.kernels.ops import DeviceAttentionBatch, Ops
 from kdray.kernels.round_ops import DrawRows, RoundOps
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
+from kdray.verifier.draw import draw
 from kdray.verifier.kv_cache import KVCache
-from kdray.verifier.layout import StepLayout, lay_out, sampling_rows, slots_of
+from kdray.verifier.layout import StepLayout, lay_out, slots_of
 
 
 class Verifier:
@@ -54,12 +55,14 @@ class Verifier:
         self._layout = layout
         output = self.model.forward(layout.batch, self.cache.layers)
         token = torch.zeros_like(trees.token)
+        broken: frozenset[int] = frozenset()
         if len(layout.drawn_rows):
             logits = self.model.logits(output.hidden[layout.drawn_rows])
             if self._draws:
-                drawn = self._ops.sample_tokens(logits, sampling_rows(layout))
-                token[layout.drawn_at] = drawn.to(token.dtype)
-        return Verified(token=token, features=output.features)
+                drawn = draw(self._ops, logits, layout)
+                token[layout.drawn_at] = drawn.token.to(token.dtype)
+                broken = drawn.broken
+        return Verified(token=token, features=output.features, broken=broken)
 
     @torch.inference_mode()
     def commit(self, paths: AcceptedPaths) -> None:
