@@ -19,7 +19,9 @@ def problems(trace: Mapping[str, Any]) -> list[str]:
     events = trace.get("traceEvents")
     if not isinstance(events, list) or not events:
         return ["traceEvents is not a list with events"]
-    return [*_fields(events), *_names(events), *_times(events), *_nesting(events), *_flows(events)]
+    if misshapen := [*_fields(events)]:
+        return misshapen  # the rest relies on these
+    return [*_names(events), *_times(events), *_nesting(events), *_flows(events)]
 
 
 def _fields(events: list[dict[str, Any]]) -> Iterator[str]:
