@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.profiling.store import ProfileStore
 from kdray.verifier.channel import ZmqSender
 from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.heartbeat import heartbeat_age
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
 from kdray.verifier.verifier import Verifier
@@ -101,7 +102,8 @@ class DriverActor:
         self._step_loop().abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return asdict(self._step_loop().stats())
+        loop = self._step_loop()
+        return asdict(replace(loop.stats(), rank_ages_s=self._rank_ages(loop)))
 
     async def start_profile(self, options: ProfileOptions) -> dict[str, Any]:
         """Record all ranks from the next step on. Raises ConfigError or ProfileConflict."""
@@ -185,6 +187,14 @@ class DriverActor:
         endpoints = [rendezvous.endpoint(rank) for rank in range(1, config.tp)]
         sender = ZmqSender(endpoints, timeout_s=config.step_timeout_s)
         return RankGroup(verifier, sender, collectives)
+
+    def _rank_ages(self, loop: StepLoop) -> dict[int, float]:
+        """Between two steps rank 0 is as alive as its answer."""
+        ages: dict[int, float | None] = {0: loop.pulse().in_step_s or 0.0}
+        if self._rendezvous is not None:
+            paths = {rank: self._rendezvous.heartbeat(rank) for rank in range(1, self._config.tp)}
+            ages |= {rank: heartbeat_age(path) for rank, path in paths.items()}
+        return {rank: age for rank, age in ages.items() if age is not None}
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         message = [(o.request_id, o.token_ids, o.accept_length, o.finish_reason) for o in outputs]

@@ -23,6 +23,10 @@ class Rendezvous:
     def endpoint(self, rank: int) -> str:
         return f"ipc://{self.folder}/rank-{rank}"
 
+    def heartbeat(self, rank: int) -> str:
+        """The file in which a rank leaves signs of life."""
+        return f"{self.folder}/beat-{rank}"
+
 
 def make_folder() -> str:
     """A 0700 folder with a short name (an ipc path may hold about 100 characters)."""

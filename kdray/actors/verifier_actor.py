@@ -14,6 +14,7 @@ from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
 from kdray.verifier.channel import ZmqReceiver
 from kdray.verifier.collectives import TorchCollectives
+from kdray.verifier.heartbeat import Heartbeat
 from kdray.verifier.rank_group import RankWorker
 
 
@@ -45,8 +46,11 @@ class VerifierActor:
             shard=Shard(rank, config.tp),
             collectives=collectives,
         )
-        receiver = ZmqReceiver(rendezvous.endpoint(rank))
-        self._worker = RankWorker(verifier, receiver, collectives, facts.device, Recorder(rank))
+        beat = Heartbeat(rendezvous.heartbeat(rank)).beat
+        receiver = ZmqReceiver(rendezvous.endpoint(rank), idle=beat)
+        self._worker = RankWorker(
+            verifier, receiver, collectives, facts.device, Recorder(rank), beat
+        )
         return {"pid": os.getpid()}
 
     def run(self) -> int:

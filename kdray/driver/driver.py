@@ -34,13 +34,15 @@ from kdray.profiling.session import ProfileSession
 
 @dataclass(slots=True)
 class DriverCounters:
-    """Totals since the start. accept_lengths counts speculative steps of single requests."""
+    """Totals since the start. accept_lengths counts speculative steps of single requests, and
+    tree_nodes their trees by draft nodes."""
 
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     verified_rows: int = 0
     accept_lengths: Counter[int] = field(default_factory=Counter)
+    tree_nodes: Counter[int] = field(default_factory=Counter)
 
 
 class Driver:
@@ -125,6 +127,7 @@ class Driver:
         with self.clock.stage("schedule"):
             outputs = self.scheduler.update(plan, result)
             self._count(plan, outputs)
+            self._count_trees(result.requests)
         return outputs
 
     def _collect(self, decoder: AheadDecoder, *, leave: int) -> list[RequestOutput]:
@@ -192,7 +195,12 @@ class Driver:
         counters = self.counters
         counters.steps += 1
         counters.verified_rows += sum(1 + result.num_drafted for result in results)
+        self._count_trees(results)
         counters.prompt_tokens += sum(r.num_cached < len(r.prompt) for r in step.requests)
+
+    def _count_trees(self, results: Sequence[RequestResult]) -> None:
+        drafted = (result.num_drafted for result in results)
+        self.counters.tree_nodes.update(nodes for nodes in drafted if nodes)
 
     def _count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         counters = self.counters

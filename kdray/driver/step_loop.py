@@ -35,7 +35,9 @@ class DriverStats:
     """A snapshot between two steps. Seconds and counts since the start.
 
     accept_lengths   accept length -> speculative steps of single requests that gained so many
+    tree_nodes       draft nodes -> trees of so many
     stage_seconds    verb -> wall-clock seconds
+    rank_ages_s      rank -> seconds since its last sign of life; ranks without any are missing
     """
 
     running: int = 0
@@ -48,7 +50,9 @@ class DriverStats:
     verified_rows: int = 0
     preemptions: int = 0
     accept_lengths: dict[int, int] = field(default_factory=dict)
+    tree_nodes: dict[int, int] = field(default_factory=dict)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    rank_ages_s: dict[int, float] = field(default_factory=dict)
 
 
 class StepLoop:
@@ -173,6 +177,7 @@ def snapshot(driver: Driver) -> DriverStats:
         verified_rows=counters.verified_rows,
         preemptions=scheduler.num_preemptions,
         accept_lengths=dict(counters.accept_lengths),
+        tree_nodes=dict(counters.tree_nodes),
         stage_seconds=dict(driver.clock.seconds),
     )
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from kdray.errors import RankFailed
 
 _LINGER_MS = 1000
+_IDLE_MS = 1000
 
 
 class ZmqSender:
@@ -42,14 +43,20 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """Another rank's end. Waits without limit: an idle engine sends nothing."""
+    """Another rank's end. Waits without limit: an idle engine sends nothing.
 
-    def __init__(self, endpoint: str) -> None:
+    idle   called about once a second while nothing comes
+    """
+
+    def __init__(self, endpoint: str, idle: Callable[[], None] = lambda: None) -> None:
+        self._idle = idle
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.connect(endpoint)
 
     def receive(self) -> bytes:
+        while not self._socket.poll(_IDLE_MS):
+            self._idle()
         return self._socket.recv()
 
     def close(self) -> None:

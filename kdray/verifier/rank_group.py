@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -75,7 +75,10 @@ class RankGroup:
 
 
 class RankWorker:
-    """The side of every other rank: run() follows rank 0 until it says stop."""
+    """The side of every other rank: run() follows rank 0 until it says stop.
+
+    beat   called around every message
+    """
 
     def __init__(
         self,
@@ -84,8 +87,10 @@ class RankWorker:
         collectives: Collectives,
         device: torch.device,
         recorder: Recorder,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._verifier = verifier
+        self._beat = beat
         self._recorder = recorder
         self._receiver = receiver
         self._collectives = collectives
@@ -96,7 +101,9 @@ class RankWorker:
         """Steps until STOP; returns how many."""
         steps = 0
         while True:
+            self._beat()
             header = decode(self._receiver.receive())
+            self._beat()
             if header.kind is Kind.STOP:
                 self._receiver.close()
                 self._recorder.end()
