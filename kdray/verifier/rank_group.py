@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
-from kdray.model.parallel import Collectives
 from kdray.core.profile import ProfileOrder
+from kdray.model.parallel import Collectives
 from kdray.profiling.recorder import Recorder
 from kdray.verifier.verifier import Verifier
 from kdray.verifier.wire import Kind, StepHeader, decode, encode

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdray.core.plan import PlannedRequest, StepPlan
-from kdray.core.request import SamplingParams
 from kdray.core.profile import ProfileOrder
+from kdray.core.request import SamplingParams
 
 MAGIC = 0x6B647231  # "kdr1": a header of another version is refused, not misread
 _HEAD = 8
