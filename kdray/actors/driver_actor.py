@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import ray
 import torch
 
+from kdray.actors.processes import RankProcess, own_process
 from kdray.actors.profile_desk import ProfileDesk
 from kdray.actors.rendezvous import Rendezvous, make_folder, remove_folder
 from kdray.config import EngineConfig
@@ -17,6 +19,7 @@ from kdray.core.profile import ProfileOptions
 from kdray.core.request import SamplingParams
 from kdray.driver.scheduler import RequestOutput
 from kdray.driver.step_loop import StepLoop
+from kdray.driver.watch import Pulse, StepWatch
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import EngineClosed
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
@@ -28,8 +31,8 @@ from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
 from kdray.verifier.verifier import Verifier
 
-# One entry a request: id, tokens, accept length, finish reason.
-StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
+# One entry a request: id, tokens, accept length, finish reason, error.
+StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None, str | None]]
 _STOP_TIMEOUT_S = 10.0
 _LOOPBACK = "127.0.0.1"
 
@@ -46,6 +49,12 @@ class DriverActor:
         self._loop: StepLoop | None = None
         self._subscribers: set[asyncio.Queue[StepMessage | None]] = set()
         self._desk: ProfileDesk | None = None
+        self._ended = asyncio.Event()
+
+    async def hello(self) -> RankProcess:
+        """Who runs here; asked before anything is loaded."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return own_process(0, node_id, on_gpu=self._config.device == "cuda")
 
     async def open_rendezvous(self) -> Rendezvous:
         """The place where all ranks meet; on one host, so over the loopback."""
@@ -63,7 +72,7 @@ class DriverActor:
         def on_end() -> None:
             calls.call_soon_threadsafe(self._end_streams)
 
-        self._loop = StepLoop(self._build, emit, on_end)
+        self._loop = StepLoop(self._build, emit, on_end, StepWatch(self._config.faults))
         self._loop.start()
         await asyncio.wrap_future(self._loop.ready)
         store = ProfileStore.at(self._config.profile_folder)
@@ -91,15 +100,32 @@ class DriverActor:
         }
 
     async def submit(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        delivered: tuple[int, ...] = (),
     ) -> None:
-        """Queue a request. Raises InvalidRequest, EngineClosed or RankFailed."""
+        """Queue a request. Raises InvalidRequest, EngineClosed or RankFailed.
+
+        delivered: output that a driver before this one gave already (kdray.engine.make_request).
+        """
         engine = self._running_engine()
-        request = make_request(request_id, prompt, sampling, engine.facts)
+        request = make_request(request_id, prompt, sampling, engine.facts, delivered)
         self._step_loop().submit(request)
 
     async def abort(self, request_id: str) -> None:
         self._step_loop().abort(request_id)
+
+    async def pulse(self) -> Pulse:
+        """How the steps get on; answers while one of them hangs."""
+        return self._step_loop().pulse()
+
+    async def ended(self) -> str | None:
+        """Returns when the steps have ended: None by stop(), else why they failed."""
+        await self._ended.wait()
+        failure = self._step_loop().failure
+        return None if failure is None else f"{type(failure).__name__}: {failure}"
 
     async def stats(self) -> dict[str, Any]:
         loop = self._step_loop()
@@ -197,11 +223,14 @@ class DriverActor:
         return {rank: age for rank, age in ages.items() if age is not None}
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        message = [(o.request_id, o.token_ids, o.accept_length, o.finish_reason) for o in outputs]
+        message = [
+            (o.request_id, o.token_ids, o.accept_length, o.finish_reason, o.error) for o in outputs
+        ]
         for subscriber in self._subscribers:
             subscriber.put_nowait(message)
 
     def _end_streams(self) -> None:
+        self._ended.set()
         for subscriber in self._subscribers:
             subscriber.put_nowait(None)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
+import ray
 import torch
 
+from kdray.actors.processes import RankProcess, own_process
 from kdray.actors.rendezvous import Rendezvous
 from kdray.config import EngineConfig
 from kdray.engine import build_verifier, resolve
@@ -17,6 +17,8 @@ from kdray.verifier.collectives import TorchCollectives
 from kdray.verifier.heartbeat import Heartbeat
 from kdray.verifier.rank_group import RankWorker
 
+CONTROL = "control"  # the concurrency group of calls that are answered while run() goes on
+
 
 class VerifierActor:
     """start() loads the shard; run() is entered once and left at the end."""
@@ -26,7 +28,12 @@ class VerifierActor:
         self._rank = rank
         self._worker: RankWorker | None = None
 
-    def start(self, rendezvous: Rendezvous) -> dict[str, int]:
+    def hello(self) -> RankProcess:
+        """Who runs here; asked before anything is loaded."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return own_process(self._rank, node_id, on_gpu=self._config.device == "cuda")
+
+    def start(self, rendezvous: Rendezvous) -> None:
         """Meet the other ranks and load this rank's shard."""
         config, rank = self._config, self._rank
         facts = resolve(config)
@@ -51,7 +58,11 @@ class VerifierActor:
         self._worker = RankWorker(
             verifier, receiver, collectives, facts.device, Recorder(rank), beat
         )
-        return {"pid": os.getpid()}
+
+    @ray.method(concurrency_group=CONTROL)
+    def steps(self) -> int:
+        """Steps done so far; answers while one of them hangs."""
+        return self._worker.steps if self._worker is not None else 0
 
     def run(self) -> int:
         """Steps until rank 0 says stop; returns how many."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
 from ray.actor import ActorHandle
@@ -18,15 +18,16 @@ from kdray.serve.engine import EngineInfo, RequestDelta
 
 log = logging.getLogger("kdray.serve")
 Result = TypeVar("Result")
-# One entry a request: id, tokens, accept length, finish reason.
-StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
+# One entry a request: id, tokens, accept length, finish reason, error.
+StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None, str | None]]
 
 
 class DriverClient:
     """Speaks to one driver actor from one event loop; `await DriverClient.connect(handle)`.
 
     A single task reads the driver's stream, one message a step, and hands every request its own
-    part. When the stream ends, every open request ends with an error and `healthy` says why.
+    part. When the stream ends, every open request ends with an error, as lost, and `healthy` says
+    why.
     """
 
     def __init__(self, driver: ActorHandle[Any], info: EngineInfo) -> None:
@@ -49,12 +50,20 @@ class DriverClient:
     def info(self) -> EngineInfo:
         return self._info
 
-    async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        delivered: Sequence[int] = (),
+    ) -> None:
+        """delivered: output that a driver before this one gave already; outputs go on behind it."""
         if self._failure is not None:
             raise EngineClosed(self._failure)
         self._queues[request_id] = asyncio.Queue()  # first: outputs may overtake the answer
         try:
-            await _result(self._driver.submit.remote(request_id, tuple(prompt), sampling))
+            call = self._driver.submit.remote
+            await _result(call(request_id, tuple(prompt), sampling, tuple(delivered)))
         except Exception:
             self._queues.pop(request_id, None)
             raise
@@ -100,7 +109,7 @@ class DriverClient:
             self._fail(cause)
 
     def _hand_out(self, message: StepMessage) -> None:
-        for request_id, token_ids, accept_length, finish_reason in message:
+        for request_id, token_ids, accept_length, finish_reason, error in message:
             queue = self._queues.get(request_id)
             if queue is None:
                 continue  # aborted: its last steps were on their way
@@ -109,14 +118,16 @@ class DriverClient:
                     token_ids=tuple(token_ids),
                     accept_length=accept_length,
                     finish_reason=finish_reason,
+                    error=error,
                 )
             )
 
     def _fail(self, cause: str) -> None:
         """Queues stay until they are read: a reader may not have begun."""
         self._failure = cause
+        lost = RequestDelta(token_ids=(), finish_reason="error", error=cause, lost=True)
         for queue in self._queues.values():
-            queue.put_nowait(RequestDelta(token_ids=(), finish_reason="error", error=cause))
+            queue.put_nowait(lost)
 
 
 async def _result(call: Awaitable[Any]) -> Any:

@@ -71,12 +71,14 @@ class RequestDelta:
     accept_length   accepted drafts + 1; None where nothing was drafted, as in a prefill
     finish_reason   None, "stop", "length" or "error"
     error           why, where finish_reason is "error"
+    lost            the engine went, not the request: another engine could go on with it
     """
 
     token_ids: tuple[int, ...]
     accept_length: int | None = None
     finish_reason: str | None = None
     error: str | None = None
+    lost: bool = False
 
 
 def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

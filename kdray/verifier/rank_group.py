@@ -96,10 +96,10 @@ class RankWorker:
         self._collectives = collectives
         self._device = device
         self._num_requests = 0
+        self.steps = 0
 
     def run(self) -> int:
-        """Steps until STOP; returns how many."""
-        steps = 0
+        """Steps until STOP; returns how many. `steps` says so meanwhile, to any thread."""
         while True:
             self._beat()
             header = decode(self._receiver.receive())
@@ -108,12 +108,12 @@ class RankWorker:
                 self._receiver.close()
                 self._recorder.end()
                 self._recorder.join()
-                return steps
+                return self.steps
             if header.plan is None:
                 self._profile(header.profile)
                 continue
             self._step(header.plan, header)
-            steps += 1
+            self.steps += 1
 
     def _profile(self, order: ProfileOrder | None) -> None:
         if order is None:

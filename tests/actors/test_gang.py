@@ -48,7 +48,7 @@ def collect(gang: Gang, sampling: SamplingParams, name: str) -> list[list[int]]:
     gained: dict[str, list[int]] = {request_id: [] for request_id in ids}
     running = set(ids)
     for ref in messages:
-        for request_id, token_ids, _, reason in ray.get(ref):
+        for request_id, token_ids, _, reason, _ in ray.get(ref):
             gained[request_id] += token_ids
             if reason is not None:
                 running.discard(request_id)

@@ -40,7 +40,7 @@ def generate(gang: Gang, name: str, tokens: int) -> None:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ray.get(gang.driver.submit.remote(name, (5, 6, 7), sampling))
     for ref in messages:
-        if any(reason for *_, reason in ray.get(ref)):
+        if any(reason for *_, reason, _ in ray.get(ref)):
             return
 
 

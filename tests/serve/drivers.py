@@ -11,7 +11,7 @@ from kdray.core.request import SamplingParams
 from kdray.errors import InvalidRequest, RankFailed
 from tests.serve.fakes import IM_END, MAX_MODEL_LEN, STATS, VOCAB_SIZE
 
-StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None]]
+StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None, str | None]]
 FOREVER, REFUSED, FATAL = b"forever", b"refused", b"fatal"
 
 
@@ -36,7 +36,11 @@ class ScriptedDriver:
         }
 
     async def submit(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        delivered: tuple[int, ...] = (),
     ) -> None:
         assert sampling.max_tokens >= 1
         match bytes(prompt):
@@ -46,7 +50,7 @@ class ScriptedDriver:
                 self._messages.put_nowait(RankFailed("rank 1 died"))
             case b"forever":
                 self._endless += 1
-                self._messages.put_nowait([(request_id, prompt[:1], None, None)])
+                self._messages.put_nowait([(request_id, prompt[:1], None, None, None)])
             case _:
                 self._answer(request_id, prompt)
 
@@ -76,5 +80,5 @@ class ScriptedDriver:
             tokens = prompt[start : start + 2]
             reason = "length" if start + 2 >= len(prompt) else None
             accept_length = len(tokens) if start else None
-            stale = ("aborted-before", tokens, 2, None)
-            self._messages.put_nowait([stale, (request_id, tokens, accept_length, reason)])
+            stale = ("aborted-before", tokens, 2, None, None)
+            self._messages.put_nowait([stale, (request_id, tokens, accept_length, reason, None)])
