@@ -17,8 +17,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        shown = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
-        return f"{text} (default: {action.default})" if shown else text
+        default = action.default
+        if default is None or isinstance(default, bool) or default == argparse.SUPPRESS:
+            return text
+        return f"{text} (default: {default})"
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
