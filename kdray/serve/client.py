@@ -62,8 +62,8 @@ class DriverClient:
             raise EngineClosed(self._failure)
         self._queues[request_id] = asyncio.Queue()  # first: outputs may overtake the answer
         try:
-            call = self._driver.submit.remote
-            await _result(call(request_id, tuple(prompt), sampling, tuple(delivered)))
+            submit: Any = self._driver.submit
+            await _result(submit.remote(request_id, tuple(prompt), sampling, tuple(delivered)))
         except Exception:
             self._queues.pop(request_id, None)
             raise
