@@ -83,6 +83,13 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer has no special token {name}") from None
 
     @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens."""
+        codec = self._vocabulary.codec
+        plain = (token for token in range(codec.num_tokens) if codec.is_plain(token))
+        return max((len(codec.token_bytes(token)) for token in plain), default=1)
+
+    @cached_property
     def end_token_ids(self) -> frozenset[int]:
         names = (*_END_NAMES, self.special_names.get("eos_token"))
         return frozenset(self._ids[name] for name in names if name in self._ids)

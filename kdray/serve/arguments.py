@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from kdray.actors.placement import Placement
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError
-from kdray.serve.surface import ServeLimits
+from kdray.serve.admission import ServeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

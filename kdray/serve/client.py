@@ -15,6 +15,7 @@ from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed, KdrayError
 from kdray.serve.engine import EngineInfo, RequestDelta
+from kdray.serve.profiles import DriverProfiles
 
 log = logging.getLogger("kdray.serve")
 Result = TypeVar("Result")
@@ -34,6 +35,7 @@ class DriverClient:
         self._driver = driver
         self._info = info
         self.events = EventCounters()
+        self.profiles = DriverProfiles(driver)
         self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
         self._failure: str | None = None
         # Called here, before any submit can be: a stream tells what follows its call.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 from kdray.core.events import EventCounters
+from kdray.core.profile import ProfileOptions
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 
@@ -20,6 +21,11 @@ class EngineClient(Protocol):
     @property
     def events(self) -> EventCounters:
         """Faults so far, for the metrics page."""
+        ...
+
+    @property
+    def profiles(self) -> ProfileControl:
+        """Profiles of the engine that runs now."""
         ...
 
     async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
@@ -36,6 +42,28 @@ class EngineClient(Protocol):
 
     def healthy(self) -> str | None:
         """None, or why the engine cannot serve."""
+
+
+class ProfileControl(Protocol):
+    """Profiles of all ranks: one at a time, found again by name. Statuses are plain values."""
+
+    async def start(self, options: ProfileOptions) -> dict[str, Any]:
+        """Record from the next step on. Raises ConfigError or ProfileConflict."""
+        ...
+
+    async def stop(self) -> dict[str, Any]:
+        """End it and wait for its files. Raises ProfileConflict where none was started."""
+        ...
+
+    async def names(self) -> list[str]: ...
+
+    async def status(self, name: str) -> dict[str, Any]:
+        """Raises KeyError where there is no such profile."""
+        ...
+
+    async def read(self, name: str, file: str) -> bytes:
+        """Raises KeyError where there is no such file."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,13 +111,21 @@ class Progress:
 
 
 class Observer(Protocol):
-    """Told when the choices of a request begin, step and end."""
+    """Told how a request gets on.
 
-    def started(self, choices: Sequence[Choice]) -> None: ...
+    started   it goes to the engine
+    began     a choice has its first token
+    stepped   a choice has more
+    ended     nothing of it runs any more; told once, whatever ended it
+    """
+
+    def started(self, generation: Generation) -> None: ...
+
+    def began(self, choice: Choice) -> None: ...
 
     def stepped(self, step: ChoiceStep) -> None: ...
 
-    def ended(self, started_at: float, progress: Sequence[Progress]) -> None: ...
+    def ended(self, generation: Generation) -> None: ...
 
 
 class Generation:
@@ -125,6 +133,8 @@ class Generation:
 
     Whatever ends it (a finish, an error, a client that left), every engine request that has not
     finished by itself is aborted exactly once.
+
+    started_at   time.perf_counter when it came in
     """
 
     def __init__(
@@ -134,21 +144,27 @@ class Generation:
         tokenizer: Tokenizer,
         request_id: str,
         choices: Sequence[Choice],
-        observer: Observer,
+        observers: Sequence[Observer],
     ) -> None:
         self.request_id = request_id
         self.choices = tuple(choices)
         self.progress = tuple(Progress() for _ in choices)
         self._engine = engine
         self._texts = [ChoiceText(c.index, tokenizer, c.sampling) for c in choices]
-        self._observer = observer
-        self._started_at = time.perf_counter()
+        self._observers = tuple(observers)
+        self.started_at = time.perf_counter()
         self._open: set[str] = set()
         self._readers: list[asyncio.Task[None]] = []
         self._steps: asyncio.Queue[ChoiceStep | Exception] = asyncio.Queue()
 
+    @property
+    def seconds(self) -> float:
+        """Since it came in."""
+        return time.perf_counter() - self.started_at
+
     async def __aenter__(self) -> Generation:
-        self._observer.started(self.choices)
+        for observer in self._observers:
+            observer.started(self)
         try:
             await self._submit_all()
         except BaseException as error:
@@ -169,10 +185,18 @@ class Generation:
             step = await self._steps.get()
             if isinstance(step, Exception):
                 raise step
-            self.progress[step.index].add(step)
-            self._observer.stepped(step)
+            self._count(step)
             unfinished -= step.finish_reason is not None
             yield step
+
+    def _count(self, step: ChoiceStep) -> None:
+        progress = self.progress[step.index]
+        was_waiting = progress.first_at is None
+        progress.add(step)
+        for observer in self._observers:
+            if was_waiting and progress.first_at is not None:
+                observer.began(self.choices[step.index])
+            observer.stepped(step)
 
     async def _submit_all(self) -> None:
         """In order, but without waiting for one answer before the next call."""
@@ -216,7 +240,8 @@ class Generation:
     async def _close(self, outcome: str) -> None:
         for progress in self.progress:
             progress.outcome = progress.outcome or outcome
-        self._observer.ended(self._started_at, self.progress)
+        for observer in self._observers:
+            observer.ended(self)
         for reader in self._readers:
             reader.cancel()
         # Shielded here and in _abort: cancelling the clean-up must not leave a request running.

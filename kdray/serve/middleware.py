@@ -1,23 +1,52 @@
-"""The one place where exceptions become HTTP answers."""
+"""The one place where exceptions become HTTP answers, and the check of keys in front of it all."""
 
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kdray.serve.failure import ClientLeft, Failure, failure_of
+from kdray.serve.keys import KeyRing
 
 log = logging.getLogger("kdray.serve")
+OPEN_PATHS = frozenset({"/health"})
+
+
+class Watcher(Protocol):
+    """Told of answers, for the metrics and the log."""
+
+    def responded(self, status: int) -> None: ...
+
+    def refused(self, code: str) -> None: ...
+
+
+class CheckKeys:
+    """Lets nobody in without a key, where there are keys; only /health needs none.
+
+    Control routes ask for an admin key besides, in their own code.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            self._keys.check_api(Headers(scope=scope).get("authorization"))
+        await self._app(scope, receive, send)
 
 
 class AnswerErrors:
     """Answers whatever the application raises in OpenAI's shape, unless an answer has begun."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, watcher: Watcher) -> None:
         self._app = app
+        self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -27,6 +56,8 @@ class AnswerErrors:
         async def watched(message: Message) -> None:
             nonlocal begun
             begun = True
+            if message["type"] == "http.response.start":
+                self._watcher.responded(message["status"])
             await send(message)
 
         try:
@@ -36,7 +67,8 @@ class AnswerErrors:
         except Exception as error:
             if begun:
                 raise
-            await _answer(error)(scope, receive, send)
+            self._watcher.refused(failure_of(error).code or "other")
+            await _answer(error)(scope, receive, watched)
 
 
 async def answer_http_error(_: Request, error: Exception) -> JSONResponse:

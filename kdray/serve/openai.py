@@ -14,6 +14,7 @@ from kdray.errors import InvalidRequest
 from kdray.serve.fields import Fields, is_integer, is_number, parse_object
 
 MAX_TOKENS = 2**31 - 1
+MAX_TIMEOUT_S = 86_400
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
@@ -28,6 +29,7 @@ class Options:
     choices      outputs wanted for each prompt
     max_tokens   None: up to the model's length; `max_tokens_name` is the member that said so
     sampling     its max_tokens is only an upper bound where max_tokens is None
+    timeout_s    seconds the client gives it; None: as long as the server does
     """
 
     model: str | None
@@ -38,6 +40,7 @@ class Options:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,15 @@ def _options(fields: Fields, vocab_size: int) -> Options:
         stream=fields.flag("stream", False),
         include_usage=stream.flag("include_usage", False),
         continuous_usage=stream.flag("continuous_usage_stats", False),
+        timeout_s=_timeout(fields),
     )
+
+
+def _timeout(fields: Fields) -> float | None:
+    seconds = fields.number("timeout_s", None)
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
+        fields.refuse("timeout_s", f"a number above 0, up to {MAX_TIMEOUT_S}")
+    return seconds
 
 
 def _max_tokens(fields: Fields) -> tuple[str, int | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdray.core.profile import ACTIVITIES, MAX_STEPS
+
 Json = dict[str, Any]
 
 _NULLABLE_TEXT: Json = {"type": ["string", "null"]}
@@ -38,6 +40,7 @@ _SHARED: Json = {
     "stop": {"oneOf": [{"type": "string"}, _STRINGS, {"type": "null"}]},
     "stop_token_ids": {**_TOKENS, "type": ["array", "null"]},
     "ignore_eos": _FLAG,
+    "timeout_s": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 86400},
     "stream": _FLAG,
     "stream_options": {
         "type": ["object", "null"],
@@ -73,6 +76,18 @@ _COMPLETION: Json = {
         **_SHARED,
     },
 }
+_PROFILE: Json = {
+    "type": "object",
+    "properties": {
+        "num_steps": {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_STEPS},
+        "activities": {
+            "type": ["array", "null"],
+            "items": {"type": "string", "enum": list(ACTIVITIES)},
+        },
+        "with_stack": _FLAG,
+        "record_shapes": _FLAG,
+    },
+}
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],
@@ -103,16 +118,25 @@ def _errors(*statuses: int) -> dict[int | str, Json]:
 
 _MEANINGS = {
     400: "A member of the body is wrong or not supported",
-    404: "No such model",
+    401: "No key, or one that is not known",
+    403: "Closed: no admin key is set",
+    404: "No such thing",
+    408: "It took longer than it may",
+    409: "A profile is open already, or there is none to end",
     413: "The body is too large",
     422: "Not used: wrong members are answered with 400",
-    429: "Too many outputs are open",
+    429: "The queue is full",
     500: "The engine gave the request up",
     503: "The engine is not running",
 }
 
 CHAT_BODY = _body(_CHAT)
 COMPLETION_BODY = _body(_COMPLETION)
-GENERATION_ERRORS = _errors(400, 404, 413, 429, 500, 503)
-MODEL_ERRORS = _errors(404, 422)
+PROFILE_BODY: Json = {
+    "requestBody": {"required": False, "content": {"application/json": {"schema": _PROFILE}}}
+}
+GENERATION_ERRORS = _errors(400, 401, 404, 408, 413, 429, 500, 503)
+CONTROL_ERRORS = _errors(400, 401, 403, 404, 409, 413, 422, 500, 503)
+FACT_ERRORS = _errors(401)
+MODEL_ERRORS = _errors(401, 404, 422)
 HEALTH_ERRORS = _errors(503)

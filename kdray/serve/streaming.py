@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kdray.serve.deadline import Deadline
 from kdray.serve.failure import ClientLeft, failure_of
 from kdray.serve.generation import Generation
 
@@ -63,30 +64,46 @@ class EventStream(Response):
         self,
         generation: Generation,
         chunks: Callable[[Generation], AsyncIterator[Chunk]],
+        *,
+        deadline: Deadline,
+        refused: Callable[[str], None],
     ) -> None:
+        """refused is told the code of an error that came too late for a status."""
         super().__init__(media_type="text/event-stream")
         self._generation = generation
         self._chunks = chunks
+        self._deadline = deadline
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_client_leaves(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        async with self._generation:
+        async with AsyncExitStack() as stack:
+            async with self._deadline.scope():
+                await stack.enter_async_context(self._generation)
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             comments = asyncio.create_task(_comment(send))
             try:
-                async for chunk in self._chunks(self._generation):
-                    await _send_part(send, _event(chunk))
+                async with self._deadline.scope():
+                    async for chunk in self._chunks(self._generation):
+                        await _send_part(send, _event(chunk))
                 await _send_part(send, DONE)
             except OSError:
                 raise ClientLeft from None
             except Exception as error:
-                log.exception("a stream failed after its first byte")
-                await _send_part(send, _event(failure_of(error).body()))
+                await self._tell(send, error)
             finally:
                 comments.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _tell(self, send: Send, error: Exception) -> None:
+        """An error behind the first byte, as the last event."""
+        failure = failure_of(error)
+        if failure.status >= 500:
+            log.error("a stream failed after its first byte", exc_info=error)
+        self._refused(failure.code or "other")
+        await _send_part(send, _event(failure.body()))
 
 
 async def _comment(send: Send) -> None:

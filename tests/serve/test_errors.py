@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 from kdray.serve.engine import RequestDelta
+from kdray.serve.metrics import ServiceMetrics
 from kdray.serve.middleware import AnswerErrors
 from tests.serve.conftest import BuildApp
 from tests.serve.fakes import MAX_MODEL_LEN, FakeEngine, running, steps
@@ -165,7 +166,8 @@ def test_an_answer_that_has_begun_is_not_answered_again() -> None:
         sent.append(message)
 
     with pytest.raises(RuntimeError, match="too late"):
-        asyncio.run(AnswerErrors(application)({"type": "http"}, None, send))  # type: ignore[arg-type]
+        answers = AnswerErrors(application, ServiceMetrics())
+        asyncio.run(answers({"type": "http"}, None, send))  # type: ignore[arg-type]
     assert [message["type"] for message in sent] == ["http.response.start"]
 
 

@@ -6,7 +6,8 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from kdray.driver.step_loop import DriverStats
-from kdray.serve.metrics import Histogram, ServiceMetrics, render
+from kdray.serve.families import Histogram, as_text
+from kdray.serve.metrics import ServiceMetrics, families
 from tests.serve.conftest import BuildApp
 from tests.serve.fakes import STATS, FakeEngine, running, steps
 from tests.serve.http import call, complete
@@ -84,7 +85,7 @@ def test_an_engine_that_is_down_leaves_the_rest_readable(app_of: BuildApp) -> No
 
 
 def test_a_fresh_engine_has_an_empty_histogram() -> None:
-    samples = parsed(render(ServiceMetrics(), DriverStats()))
+    samples = parsed(as_text(families(ServiceMetrics(), DriverStats(), {})))
     assert value(samples, "accept_length_count") == 0
     assert value(samples, "accept_length_bucket", le="+Inf") == 0
 
@@ -93,7 +94,7 @@ def test_a_bound_belongs_to_its_bucket() -> None:
     histogram = Histogram([1.0, 2.0])
     for seconds in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(seconds)
-    samples = parsed("\n".join(histogram.render("kdray_x_seconds", "X.")) + "\n")
+    samples = parsed(as_text([histogram.family("x_seconds", "X.")]))
     assert value(samples, "x_seconds_bucket", le="1.0") == 2
     assert value(samples, "x_seconds_bucket", le="2.0") == 4
     assert value(samples, "x_seconds_bucket", le="+Inf") == 5
