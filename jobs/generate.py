@@ -103,6 +103,7 @@ def generate(arguments: argparse.Namespace) -> int:
     else:
         lines = prompt_lines(arguments.prompt or [DEFAULT_PROMPT], options, raw=arguments.raw)
     look_ahead(config, arguments)
+    # Ray reads its environment when it is imported, and connect() sets that up: so it comes first.
     from kdray.actors.cluster import connect
 
     if arguments.output is None:
@@ -111,12 +112,13 @@ def generate(arguments: argparse.Namespace) -> int:
 
         return run_shown(config, placement, lines, arguments)
     from batch_journal import Journal, fingerprint
-    from batch_run import run_journalled
 
     settings: dict[str, Any] = options | {"raw": arguments.raw, "model": arguments.model}
     batch = fingerprint([line.source for line in lines], settings)
     with Journal(arguments.output, batch, overwrite=arguments.overwrite) as journal:
         connect(min_cpus=config.tp + 1)
+        from batch_run import run_journalled
+
         return run_journalled(config, placement, lines, journal, arguments)
 
 
