@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import ServeLimits, build_app
+from kdray.serve.keys import KeyRing
 from tests.serve.fakes import FakeEngine, byte_tokenizer
 
 BuildApp = Callable[..., FastAPI]
@@ -23,9 +25,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def app_of(tokenizer: Tokenizer) -> BuildApp:
-    """app_of(engine, limit=value, ...): the application that serves it as "fake"."""
+    """app_of(engine, keys, limit=value, ...): the application that serves it as "fake"."""
 
-    def build(engine: FakeEngine, **limits: int) -> FastAPI:
-        return build_app(engine, tokenizer, "fake", ServeLimits(**limits))
+    def build(engine: FakeEngine, keys: KeyRing | None = None, **limits: Any) -> FastAPI:
+        return build_app(engine, tokenizer, "fake", ServeLimits(**limits), keys)
 
     return build

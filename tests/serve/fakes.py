@@ -7,11 +7,13 @@ import base64
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kdray.core.events import EventCounters
+from kdray.core.profile import ProfileOptions
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
-from kdray.errors import EngineClosed
+from kdray.errors import ConfigError, EngineClosed, ProfileConflict
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.engine import EngineInfo, RequestDelta
 
@@ -38,7 +40,9 @@ STATS = DriverStats(
     steps=12,
     verified_rows=300,
     accept_lengths={1: 3, 4: 5},
+    tree_nodes={3: 2, 16: 6},
     stage_seconds={"draft": 0.25, "verify": 1.5},
+    rank_ages_s={0: 0.0, 1: 0.25},
 )
 
 Script = Sequence[RequestDelta]
@@ -71,6 +75,37 @@ def running(*parts: str) -> list[RequestDelta]:
     return [RequestDelta(token_ids=delta.token_ids) for delta in steps(*parts)]
 
 
+class FakeProfiles:
+    """One finished profile named "p", and whatever options the last start got."""
+
+    def __init__(self) -> None:
+        self.options: ProfileOptions | None = None
+        self.files = {"summary.txt": b"rank 0", "summary.json": b"{}", "merged.json.gz": b"gz"}
+
+    async def start(self, options: ProfileOptions) -> dict[str, Any]:
+        if self.options is not None:
+            raise ProfileConflict("profile p is recording: stop it, or wait")
+        if "GPU" in options.activities:
+            raise ConfigError("the ranks have no GPU: activities can be CPU and MEM")
+        self.options = options
+        return {"id": "p", "state": "recording"}
+
+    async def stop(self) -> dict[str, Any]:
+        if self.options is None:
+            raise ProfileConflict("no profile has been started")
+        self.options = None
+        return {"id": "p", "state": "done"}
+
+    async def names(self) -> list[str]:
+        return ["p"]
+
+    async def status(self, name: str) -> dict[str, Any]:
+        return {"p": {"id": "p", "state": "done"}}[name]
+
+    async def read(self, name: str, file: str) -> bytes:
+        return {"p": self.files}[name][file]
+
+
 class FakeEngine:
     """Answers every request with a script; after one without a finish it waits for ever.
 
@@ -89,6 +124,7 @@ class FakeEngine:
             ranks=1,
         )
         self.events = EventCounters()
+        self.profiles = FakeProfiles()
         self.submitted: list[tuple[str, list[int], SamplingParams]] = []
         self.aborted: list[str] = []
         self.refuse: Exception | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from kdray.core.events import EVENTS
 from kdray.driver.step_loop import DriverStats
 from kdray.serve.families import Histogram, as_text
 from kdray.serve.metrics import ServiceMetrics, families
@@ -47,6 +49,8 @@ def test_what_the_engine_says(app_of: BuildApp) -> None:
     assert value(samples, "pages_total") == STATS.pages_total
     assert value(samples, "steps_total") == STATS.steps
     assert value(samples, "step_seconds_total", verb="verify") == 1.5
+    assert value(samples, "kv_use_ratio") == pytest.approx(7 / 64)
+    assert value(samples, "rank_heartbeat_age_seconds", rank="1") == 0.25
 
 
 def test_accept_lengths_are_a_histogram(app_of: BuildApp) -> None:
@@ -61,6 +65,41 @@ def test_accept_lengths_are_a_histogram(app_of: BuildApp) -> None:
     assert value(samples, "accept_length_count") == 8
 
 
+def test_acceptance_by_depth_is_read_off_the_lengths(app_of: BuildApp) -> None:
+    samples = scrape(app_of(FakeEngine()))
+    reached = [value(samples, "accepted_at_depth_total", depth=str(d)) for d in (1, 2, 3)]
+    assert reached == [5, 5, 5]  # the three of length 1 accepted no draft
+    assert ("kdray_accepted_at_depth_total", (("depth", "4"),)) not in samples
+
+
+def test_nodes_a_tree_in_powers_of_two(app_of: BuildApp) -> None:
+    samples = scrape(app_of(FakeEngine()))
+    below = [value(samples, "tree_nodes_bucket", le=le) for le in ("2", "4", "8", "16", "+Inf")]
+    assert below == [0, 2, 2, 8, 8]
+    assert value(samples, "tree_nodes_sum") == 2 * 3 + 6 * 16
+
+
+def test_faults_are_shown_from_the_start(app_of: BuildApp) -> None:
+    engine = FakeEngine()
+    engine.events.add("replayed_requests_total", 3)
+    samples = scrape(app_of(engine))
+    assert {name: value(samples, name) for name in EVENTS} == dict.fromkeys(EVENTS, 0) | {
+        "replayed_requests_total": 3
+    }
+
+
+def test_refusals_and_statuses_are_counted(app_of: BuildApp) -> None:
+    app = app_of(FakeEngine(steps("a")))
+    for temperature in (-1, 0, "hot"):
+        complete(app, temperature=temperature)
+    call(app, "GET", "/nowhere")
+    samples = scrape(app)
+    assert value(samples, "refused_requests_total", code="invalid_value") == 2
+    assert value(samples, "http_responses_total", status="400") == 2
+    assert value(samples, "http_responses_total", status="200") == 1
+    assert value(samples, "http_responses_total", status="404") == 1
+
+
 def test_what_the_surface_counts(app_of: BuildApp) -> None:
     app = app_of(FakeEngine(lambda i: steps("abc", "de") if i else running("a.")))
     complete(app, prompt="hi", n=2, stop=".")
@@ -72,6 +111,9 @@ def test_what_the_surface_counts(app_of: BuildApp) -> None:
     assert value(samples, "prompt_tokens_total") == 2 + 2 + 5
     assert value(samples, "generation_tokens_total") == 2 + 5 + 5
     assert value(samples, "time_to_first_token_seconds_count") == 3
+    assert value(samples, "request_seconds_count") == 2
+    assert value(samples, "requests_open") == value(samples, "requests_queued") == 0
+    assert value(samples, "queued_prompt_tokens") == 0
     # One choice had a single step: there is no time between its tokens.
     assert value(samples, "time_per_output_token_seconds_count") == 2
 
