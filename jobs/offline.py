@@ -15,48 +15,36 @@ from typing import Any
 from batch_lines import Answer, Line
 from fastapi import FastAPI
 
-from kdray.actors.gang import Gang
 from kdray.actors.placement import Placement
+from kdray.actors.supervised import SupervisedEngine
 from kdray.config import EngineConfig
-from kdray.core.request import SamplingParams
-from kdray.driver.step_loop import DriverStats
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import ServeLimits, build_app
-from kdray.serve.client import DriverClient
-from kdray.serve.engine import EngineClient, EngineInfo, RequestDelta
+from kdray.serve.engine import EngineClient, RequestDelta
+from kdray.serve.replay import ReplayingClient
 
 BUSY_PAUSE_S = 0.5
 _LIMITS = ServeLimits(max_body_bytes=64 << 20)
 
 
 class TokenTap:
-    """An engine client that remembers the tokens of each request until they are taken."""
+    """An engine client that remembers the tokens of each request until they are taken.
+
+    All else is the engine's own.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._tokens: dict[str, list[int]] = {}
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    async def submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
-        await self._engine.submit(request_id, prompt, sampling)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     async def outputs(self, request_id: str) -> AsyncIterator[RequestDelta]:
         tokens = self._tokens.setdefault(request_id, [])
         async for delta in self._engine.outputs(request_id):
             tokens.extend(delta.token_ids)
             yield delta
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def stats(self) -> DriverStats:
-        return await self._engine.stats()
-
-    def healthy(self) -> str | None:
-        return self._engine.healthy()
 
     def take(self, response_id: str) -> list[int]:
         """The tokens of a response's first output; all that is known of the response goes."""
@@ -69,7 +57,7 @@ class Offline:
     """Answers lines; `model` is the id that their bodies may name."""
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, model: str) -> None:
-        self._tap = TokenTap(engine)
+        self._tap: Any = TokenTap(engine)
         self._app = build_app(self._tap, tokenizer, model, _LIMITS)
 
     async def answer(self, line: Line) -> Answer:
@@ -135,15 +123,15 @@ class _EventReader:
 async def offline(
     config: EngineConfig, placement: Placement, served_name: str | None
 ) -> AsyncIterator[Offline]:
-    """A gang on the running Ray cluster, for as long as this is entered."""
-    gang = await asyncio.to_thread(Gang.start, config, placement)
+    """An engine on the running Ray cluster, for as long as this is entered."""
+    engine = await asyncio.to_thread(SupervisedEngine.start, config, placement)
     try:
-        client = await DriverClient.connect(gang.driver)
-        tokenizer = Tokenizer.from_folder(gang.info["model_folder"])
-        yield Offline(client, tokenizer, served_name or gang.info["name"])
+        client = await ReplayingClient.connect(engine.supervisor)
+        tokenizer = Tokenizer.from_folder(engine.info["model_folder"])
+        yield Offline(client, tokenizer, served_name or engine.info["name"])
         await client.close()
     finally:
-        gang.stop()
+        engine.stop()
 
 
 async def _call(

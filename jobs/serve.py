@@ -5,36 +5,50 @@
     python jobs/serve.py --model /models/kimi --drafter /models/kimi-dflash --tp 8 --port 8000
     ray job submit --working-dir . -- python jobs/serve.py --served-name kimi
 
-When it is ready it says how to call it and streams one sample answer through HTTP. SIGINT and
-SIGTERM let open requests finish, remove the endpoint and the engine, and end with status 0.
+When it is ready it says how to call it and streams one sample answer through HTTP. A rank that dies
+or hangs costs a restart, not a request. SIGINT and SIGTERM let open requests finish, remove the
+endpoint and the engine, and end with status 0; an engine that is given up ends it with status 1 and
+the cause. Keys: KDRAY_API_KEYS and KDRAY_ADMIN_KEYS, or files of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import json
+import functools
+import hashlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kdray.actors.cluster import connect
-from kdray.arguments import add_engine_arguments, engine_config
+# Whatever takes long to import is imported in serve(), where a Ctrl-C ends without a traceback.
+from serve_sample import Address, how_to_call, show_sample, unhealthy
+
+from kdray.arguments import (
+    HelpFormatter,
+    add_engine_arguments,
+    add_placement_arguments,
+    engine_config,
+    placement_of,
+)
 from kdray.config import EngineConfig
-from kdray.engine import resolve
 from kdray.errors import KdrayError
 
-SAMPLE = "Tell a story about Mia and a red kite."
-SAMPLE_TOKENS = 160
+if TYPE_CHECKING:
+    from kdray.actors.supervised import SupervisedEngine
+    from kdray.serve.admission import ServeLimits
+    from kdray.serve.keys import KeyRing
+
 _POLL_S, _POLLS = 5.0, 3
 _SERVE_CPUS = 2  # room for Ray Serve's controller and proxy beside the ranks
 _QUIET_ENV = {"RAY_SERVE_LOG_TO_STDERR": "0", "TOKENIZERS_PARALLELISM": "false"}
@@ -53,39 +67,79 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_engine_arguments(parser)
+    add_placement_arguments(parser)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network, without any key")
-    add("--port", type=int, default=8000)
-    add("--served-name", help="the model id that clients write; default: the model's own name")
+    add("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network, which wants a key")
+    add("--port", type=int, default=8000, help="of the endpoint")
+    add("--served-name", help="the model id that clients write (default: the model's own name)")
     add("--no-sample", action="store_true", help="no sample request when it is ready")
+    add("--drain-s", type=float, default=120.0, help="how long open requests may run on at the end")
+    add = parser.add_argument_group("who may come in").add_argument
+    add("--api-key-file", metavar="FILE", help="keys that may generate, one a line")
+    add("--admin-key-file", metavar="FILE", help="keys that may control as well")
+    add("--keyless", action="store_true", help="open to the network without any key")
+    add("--max-open", type=int, metavar="N", help="outputs running or waiting (default: 4096)")
+    add("--max-queued", type=int, metavar="N", help="outputs that wait (default: 1024)")
+    add("--max-queued-tokens", type=int, metavar="N", help="their prompt tokens (default: 1 Mi)")
+    add("--deadline-s", type=float, help="longest time a request may take (default: no limit)")
     return parser.parse_args(argv)
 
 
 def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
+    placement, keys = placement_of(arguments), load_keys(arguments)
     if not os.environ.get("RAY_ADDRESS"):  # what a shared cluster has is seen only there
+        from kdray.engine import resolve
+
         check_port(arguments.host, arguments.port)
         resolve(config)
     for name, value in _QUIET_ENV.items():
         os.environ.setdefault(name, value)
+    # Ray reads its environment when it is imported, and connect() sets that up: so it comes first.
+    from kdray.actors.cluster import connect
+
     connect(min_cpus=config.tp + _SERVE_CPUS)
     import ray
 
-    from kdray.actors.gang import Gang
+    from kdray.actors.supervised import SupervisedEngine
 
     try:
         print(f"starting {config.model} on {config.tp} rank(s) ...", flush=True)
-        gang = Gang.start(config)
+        engine = SupervisedEngine.start(config, placement)
         try:
-            with endpoint(gang, arguments) as name:
-                attend(arguments, name)
+            with endpoint(engine, keys, arguments) as address:
+                attend(address, sample=not arguments.no_sample)
         finally:
-            gang.stop()
+            engine.stop()
     finally:
         ray.shutdown()
+
+
+def load_keys(arguments: argparse.Namespace) -> KeyRing:
+    """Raises ConfigError where a network could come in and nobody needs a key."""
+    from kdray.serve.keys import KeyRing, check_bind, is_loopback
+
+    keys = KeyRing.load(
+        os.environ,
+        api_key_file=arguments.api_key_file,
+        admin_key_file=arguments.admin_key_file,
+        local=is_loopback(arguments.host),
+    )
+    check_bind(arguments.host, keys, keyless=arguments.keyless)
+    return keys
+
+
+def limits_of(arguments: argparse.Namespace) -> ServeLimits:
+    from kdray.serve.admission import ServeLimits
+
+    given = {
+        "max_open_choices": arguments.max_open,
+        "max_queued_choices": arguments.max_queued,
+        "max_queued_tokens": arguments.max_queued_tokens,
+        "deadline_s": arguments.deadline_s,
+    }
+    return ServeLimits(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_port(host: str, port: int) -> None:
@@ -100,13 +154,13 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def attend(arguments: argparse.Namespace, name: str) -> None:
+def attend(address: Address, *, sample: bool) -> None:
     """Say that it is ready and how to call it, then wait for a signal."""
     stopped = stop_on_signals()
-    print(how_to_call(arguments.host, arguments.port, name), flush=True)
-    if not arguments.no_sample:
-        show_sample(arguments.host, arguments.port, name)
-    wait(arguments, stopped)
+    print(how_to_call(address), flush=True)
+    if sample:
+        show_sample(address)
+    wait(address, stopped)
     print("stopping: open requests may finish", flush=True)
 
 
@@ -124,94 +178,44 @@ def stop_on_signals() -> threading.Event:
 
 
 @contextlib.contextmanager
-def endpoint(gang: Any, arguments: argparse.Namespace) -> Iterator[str]:
-    """Ray Serve in front of the gang; yields the served name, leaves by draining."""
+def endpoint(
+    engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namespace
+) -> Iterator[Address]:
+    """Ray Serve in front of the engine; leaves by draining."""
     from kdray.serve import deployment
+    from kdray.serve.arguments import Hosting
+    from kdray.serve.replay import ReplayingClient
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    name = arguments.served_name or gang.info["name"]
-    model = deployment.ServedModel(name=name, tokenizer_folder=Path(gang.info["model_folder"]))
-    deployment.start(gang.driver, model, host=arguments.host, port=arguments.port)
+    own_key = None
+    if keys.api:  # the sample's, known to nobody else
+        own_key = secrets.token_hex(24)
+        keys = replace(keys, api=keys.api | {hashlib.sha256(own_key.encode()).digest()})
+    model = deployment.ServedModel(
+        name=arguments.served_name or engine.info["name"],
+        tokenizer_folder=Path(engine.info["model_folder"]),
+        limits=limits_of(arguments),
+        keys=keys,
+    )
+    connect = functools.partial(ReplayingClient.connect, engine.supervisor)
+    hosting = Hosting(drain_s=arguments.drain_s)
+    deployment.start(connect, model, hosting, host=arguments.host, port=arguments.port)
     try:
-        yield name
+        yield Address(host=arguments.host, port=arguments.port, model=model.name, key=own_key)
     finally:
         # In a cluster that others use nothing of ours may stay; our own one ends with this process.
         deployment.stop(leave_serve="RAY_ADDRESS" not in os.environ)
 
 
-def wait(arguments: argparse.Namespace, stopped: threading.Event) -> None:
+def wait(address: Address, stopped: threading.Event) -> None:
     """Until a signal; raises where the endpoint says that the engine is gone."""
     causes: list[str] = []
     while not stopped.wait(timeout=_POLL_S):
-        cause = unhealthy(arguments.host, arguments.port)
+        cause = unhealthy(address)
         causes = [*causes, cause] if cause is not None else []
         # One bad answer may fall into the moment in which Ray Serve replaces the endpoint.
         if len(causes) == _POLLS:
             raise KdrayError(f"the engine is gone: {causes[0]}")
-
-
-def unhealthy(host: str, port: int) -> str | None:
-    """None, or what /health answered."""
-    try:
-        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            body = response.read().decode(errors="replace")
-    except OSError as error:
-        return f"no answer from the endpoint: {error}"
-    if response.status == 200:
-        return None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return body
-
-
-def how_to_call(host: str, port: int, name: str) -> str:
-    base = f"http://{host}:{port}/v1"
-    message = {"role": "user", "content": SAMPLE}
-    body = json.dumps({"model": name, "messages": [message], "temperature": 0, "stream": True})
-    return (
-        f"serving {name!r} at {base}\n\n"
-        f"  curl -sN {base}/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{body}'\n"
-    )
-
-
-def show_sample(host: str, port: int, name: str) -> None:
-    """Stream one chat completion to stdout, then its accept length."""
-    usage: dict[str, Any] = {}
-    print(f"> {SAMPLE}")
-    for chunk in stream_chat(host, port, name):
-        if "error" in chunk:
-            raise KdrayError(f"the sample request failed: {chunk['error']['message']}")
-        for choice in chunk["choices"]:
-            print(choice["delta"].get("content", ""), end="", flush=True)
-        usage = chunk["usage"] or usage
-    mean = usage["kdray"]["accept_length_mean"]
-    speculation = "plain decoding" if mean is None else f"accept length {mean:.2f}"
-    print(f"\n\n  {usage['completion_tokens']} tokens, {speculation}\n", flush=True)
-
-
-def stream_chat(host: str, port: int, name: str) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed sample."""
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": SAMPLE}],
-        "max_tokens": SAMPLE_TOKENS,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=120)) as connection:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise KdrayError(f"the sample request failed: {response.read().decode()}")
-        for line in response:
-            data = line.decode().strip().removeprefix("data: ")
-            if data and data != "[DONE]":
-                yield json.loads(data)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,21 +22,31 @@ class Hosting:
     engines        engines behind the endpoint, each with ranks of its own
     ingress_cpus   CPUs reserved for each engine's HTTP process, beside its ranks
     drain_s        how long open requests may run on when an engine is told to stop
-    stall_s        an engine with work that makes no step for so long is replaced
+    stall_s        an engine with work that makes no step for so long is replaced, its supervisor
+                   with it; None: five minutes more than a start may take
+    api_key_file, admin_key_file, keyless   kdray.serve.keys
     """
 
     served_name: str | None = None
     engines: int = 1
     ingress_cpus: float = 1.0
     drain_s: float = 120.0
-    stall_s: float = 300.0
+    stall_s: float | None = None
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    keyless: bool = False
 
     def __post_init__(self) -> None:
         if self.engines < 1:
             raise ConfigError(f"engines must be at least 1, got {self.engines}")
         for name in ("ingress_cpus", "drain_s", "stall_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {value}")
+
+    def patience_s(self, config: EngineConfig) -> float:
+        """stall_s, with its default resolved."""
+        return config.start_timeout_s + 300.0 if self.stall_s is None else self.stall_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +89,15 @@ def _typed(name: str, value: object, hint: Any) -> object:
     kind = get_origin(wanted[0]) or wanted[0]
     try:
         return _converted(value, kind)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{name} must be {_shown(kind)}, got {value!r}") from None
 
 
 def _converted(value: object, kind: Any) -> object:
+    if is_dataclass(kind):
+        return _nested(kind, value)
     if kind is tuple:
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(_whole(part) for part in parts)  # type: ignore[attr-defined]
@@ -94,6 +108,17 @@ def _converted(value: object, kind: Any) -> object:
     if kind is float:
         return float(value)  # type: ignore[arg-type]
     return str(value)
+
+
+def _nested(part: Any, value: object) -> object:
+    """A dataclass within, such as `faults`, from a mapping of its own."""
+    if not isinstance(value, Mapping):
+        raise TypeError(value)
+    names = {item.name for item in fields(part)}
+    for name in value:
+        if name not in names:
+            raise ConfigError(f"there is no argument {name!r} in {part.__name__}")
+    return _part(part, value)
 
 
 def _whole(value: object) -> int:
@@ -107,6 +132,7 @@ def _flag(value: object) -> bool:
 
 
 def _shown(kind: Any) -> str:
-    return {tuple: "a list of integers", bool: "true or false", int: "an integer"}.get(
-        kind, "a number" if kind is float else "text"
-    )
+    if is_dataclass(kind):
+        return "a mapping"
+    shown = {tuple: "a list of integers", bool: "true or false", int: "an integer"}
+    return shown.get(kind, "a number" if kind is float else "text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Any, Protocol
 from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 
-from kdray.actors.gang import Gang
 from kdray.actors.room import Room
+from kdray.actors.supervised import SupervisedEngine
 from kdray.engine import resolve
 from kdray.errors import PlacementError
 from kdray.serve.app import ServeLimits
 from kdray.serve.arguments import Arguments
 from kdray.serve.client import DriverClient
 from kdray.serve.engine import EngineClient
+from kdray.serve.keys import KeyRing, check_bind, is_loopback
+from kdray.serve.replay import ReplayingClient
 
 Connect = Callable[[], Awaitable[EngineClient]]
 log = logging.getLogger("kdray.serve")
@@ -27,11 +30,13 @@ log = logging.getLogger("kdray.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the endpoint serves: the id that clients write, and where its tokenizer lies."""
+    """What the endpoint serves: the id that clients write, where its tokenizer lies, who may use it
+    and how much."""
 
     name: str
     tokenizer_folder: Path
     limits: ServeLimits = field(default_factory=ServeLimits)
+    keys: KeyRing = field(default_factory=KeyRing)
 
 
 class Backend(Protocol):
@@ -65,34 +70,54 @@ class Hosted:
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
-        self._gang: Gang | None = None
+        self._engine: SupervisedEngine | None = None
 
     async def open(self) -> tuple[EngineClient, ServedModel]:
         """Raises what Gang.start raises; Ray Serve then tries again a few times, and reports it."""
         arguments = self._arguments
+        keys = self._keys()
         # Only files are looked at here, so on whichever device: no memory of a GPU is taken.
         facts = resolve(replace(arguments.config, device="cpu"))
-        self._gang = await asyncio.to_thread(self._start)
+        self._engine = await asyncio.to_thread(self._start)
         model = ServedModel(
             name=arguments.hosting.served_name or facts.name,
             tokenizer_folder=facts.target,
             limits=arguments.limits,
+            keys=keys,
         )
-        return await DriverClient.connect(self._gang.driver), model
+        return await ReplayingClient.connect(self._engine.supervisor), model
 
     async def close(self) -> None:
-        gang, self._gang = self._gang, None
-        if gang is not None:
-            await asyncio.to_thread(gang.stop)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
 
-    def _start(self) -> Gang:
+    def _keys(self) -> KeyRing:
+        """Raises ConfigError where Ray Serve listens to a network and nobody needs a key."""
+        hosting, host = self._arguments.hosting, _listening_host()
+        keys = KeyRing.load(
+            os.environ,
+            api_key_file=hosting.api_key_file,
+            admin_key_file=hosting.admin_key_file,
+            local=is_loopback(host),
+        )
+        check_bind(host, keys, keyless=hosting.keyless)
+        return keys
+
+    def _start(self) -> SupervisedEngine:
         group = get_current_placement_group()
         if group is None:
             raise PlacementError("the endpoint has no placement group for its engine's ranks")
-        log.info("starting %s on %d rank(s)", self._arguments.config.model, self._ranks)
+        config = self._arguments.config
+        log.info("starting %s on %d rank(s)", config.model, config.tp)
         room = Room(group=group, first_bundle=1, owned=False)
-        return Gang.start(self._arguments.config, self._arguments.placement, room)
+        return SupervisedEngine.start(config, self._arguments.placement, room)
 
-    @property
-    def _ranks(self) -> int:
-        return self._arguments.config.tp
+
+def _listening_host() -> str:
+    """Where Ray Serve's proxies listen, as this cluster was told."""
+    # The only way to it in Ray 2.60; no public call tells a replica.
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return str(client.http_config.host)

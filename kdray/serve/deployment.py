@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.serve import Application, Deployment
 
 from kdray.actors.room import STRATEGY, with_device
+from kdray.config import EngineConfig
 from kdray.errors import ConfigError, EngineClosed
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import build_app
@@ -43,7 +44,7 @@ class Endpoint:
         """Called by Ray Serve once, behind the constructor."""
         self._engine, model = await self._backend.open()
         tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
-        return build_app(self._engine, tokenizer, model.name, model.limits)
+        return build_app(self._engine, tokenizer, model.name, model.limits, model.keys)
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica that raises here."""
@@ -57,11 +58,13 @@ class Endpoint:
         await self._backend.close()
 
 
-def application(engine: ActorHandle[Any] | Connect, model: ServedModel) -> Application:
+def application(
+    engine: ActorHandle[Any] | Connect, model: ServedModel, hosting: Hosting | None = None
+) -> Application:
     """One endpoint in front of a driver actor, or of what a factory connects to in the replica."""
-    hosting = Hosting()
+    hosting = hosting or Hosting()
     deployed = _deployment(hosting, ray_actor_options={"num_cpus": 0})
-    return deployed.bind(Attached(engine, model), hosting.stall_s)
+    return deployed.bind(Attached(engine, model), hosting.patience_s(EngineConfig()))
 
 
 def hosting_application(arguments: Arguments) -> Application:
@@ -76,7 +79,7 @@ def hosting_application(arguments: Arguments) -> Application:
         placement_group_bundles=[ingress] + [arguments.placement.bundle(config)] * config.tp,
         placement_group_strategy=STRATEGY,
     )
-    return deployed.bind(Hosted(arguments), hosting.stall_s)
+    return deployed.bind(Hosted(arguments), hosting.patience_s(config))
 
 
 def _deployment(hosting: Hosting, **placed: Any) -> Deployment:
@@ -95,7 +98,14 @@ def _deployment(hosting: Hosting, **placed: Any) -> Deployment:
     return deployed
 
 
-def start(engine: ActorHandle[Any] | Connect, model: ServedModel, *, host: str, port: int) -> None:
+def start(
+    engine: ActorHandle[Any] | Connect,
+    model: ServedModel,
+    hosting: Hosting | None = None,
+    *,
+    host: str,
+    port: int,
+) -> None:
     """Serve `model` at http://host:port; returns once the endpoint answers.
 
     Raises ConfigError, and leaves what runs alone, where the cluster already serves a kdray or its
@@ -111,7 +121,7 @@ def start(engine: ActorHandle[Any] | Connect, model: ServedModel, *, host: str, 
             f"Ray Serve already runs on this cluster and does not listen on {host}:{port}; "
             "its port was fixed when it started: give that one, or stop it (serve shutdown)"
         )
-    serve.run(application(engine, model), name=_APPLICATION, route_prefix="/")
+    serve.run(application(engine, model, hosting), name=_APPLICATION, route_prefix="/")
 
 
 def _listens(host: str, port: int) -> bool:
