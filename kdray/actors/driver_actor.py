@@ -22,6 +22,7 @@ from kdray.driver.step_loop import StepLoop
 from kdray.driver.watch import Pulse, StepWatch
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import EngineClosed
+from kdray.logs import show_logs
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.profiling.store import ProfileStore
 from kdray.verifier.channel import ZmqSender
@@ -41,6 +42,7 @@ class DriverActor:
     """An asyncio actor: calls are answered while the step loop runs in a thread of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
+        show_logs()
         self._config = config
         self._store: object = None  # held open while ranks may still come
         self._rendezvous: Rendezvous | None = None

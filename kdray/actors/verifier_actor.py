@@ -10,6 +10,7 @@ from kdray.actors.rendezvous import Rendezvous
 from kdray.config import EngineConfig
 from kdray.engine import build_verifier, resolve
 from kdray.kernels.ops import load_ops
+from kdray.logs import show_logs
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
 from kdray.verifier.channel import ZmqReceiver
@@ -24,6 +25,7 @@ class VerifierActor:
     """start() loads the shard; run() is entered once and left at the end."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
+        show_logs()
         self._config = config
         self._rank = rank
         self._worker: RankWorker | None = None

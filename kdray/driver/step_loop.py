@@ -14,6 +14,7 @@ from kdray.core.profile import ProfileOrder
 from kdray.core.request import Request
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
+from kdray.driver.step_log import StepLog
 from kdray.driver.watch import Pulse, StepWatch
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 from kdray.profiling.session import OnEnd
@@ -78,6 +79,7 @@ class StepLoop:
         self._inbox: queue.SimpleQueue[Callable[[Driver], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._stats = DriverStats()
+        self._log = StepLog()
         self._thread = threading.Thread(target=self._run, name="kdray-step-loop", daemon=True)
 
     def start(self) -> None:
@@ -148,6 +150,8 @@ class StepLoop:
             driver.profile.settle()
             busy = outputs is not None
             self._stats = snapshot(driver)
+            if busy:
+                self._log.stepped(self._stats)
             if outputs:
                 self._emit(outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -16,12 +17,14 @@ from ray.serve import Application, Deployment
 from kdray.actors.room import STRATEGY, with_device
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError, EngineClosed
+from kdray.logs import show_logs
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import build_app
 from kdray.serve.arguments import Arguments, Hosting
 from kdray.serve.backends import Attached, Backend, Connect, Hosted, ServedModel
 from kdray.serve.engine import EngineClient
 from kdray.serve.progress import ProgressWatch
+from kdray.serve.ray_metrics import mirror
 
 __all__ = ["Endpoint", "ServedModel", "application", "hosting_application", "start", "stop"]
 
@@ -39,12 +42,16 @@ class Endpoint:
         self._backend = backend
         self._watch = ProgressWatch(stall_s)
         self._engine: EngineClient | None = None
+        self._mirroring: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve once, behind the constructor."""
+        show_logs()
         self._engine, model = await self._backend.open()
         tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
-        return build_app(self._engine, tokenizer, model.name, model.limits, model.keys)
+        app = build_app(self._engine, tokenizer, model.name, model.limits, model.keys)
+        self._mirroring = asyncio.create_task(mirror(app.state.surface.families))
+        return app
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica that raises here."""
@@ -55,6 +62,8 @@ class Endpoint:
             raise EngineClosed(cause)
 
     async def __del__(self) -> None:
+        if self._mirroring is not None:
+            self._mirroring.cancel()
         await self._backend.close()
 
 
