@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from kdray.actors.gang import Gang
 from kdray.config import FaultPolicy
@@ -118,9 +118,7 @@ async def _answer(call: Awaitable[Result]) -> Result:
 
 
 def _why(error: RayError) -> str:
-    """Ray's account of a death, where it has one, in a line."""
-    text = " ".join(str(error).split())
-    for sign in ("out-of-memory", "OOM", "SIGKILL", "exit code", "node"):
-        if sign in text:
-            return f" ({text[:300]})"
-    return ""
+    """What Ray knows of a death; its own text is long, and mostly of what might have been."""
+    if isinstance(error, OutOfMemoryError):
+        return " (Ray ended it because its node ran out of memory)"
+    return " (its node died)" if isinstance(error, NodeDiedError) else ""

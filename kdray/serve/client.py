@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
-from kdray.errors import EngineClosed, KdrayError
+from kdray.errors import EngineClosed, KdrayError, RankFailed
 from kdray.serve.engine import EngineInfo, RequestDelta
 from kdray.serve.profiles import DriverProfiles
 
@@ -105,8 +105,9 @@ class DriverClient:
             cause = "the client was closed"
             raise
         except Exception as error:
-            log.error("the driver's output stream failed", exc_info=error)
             cause = f"the engine failed: {_unwrapped(error)}"
+            log.warning("the driver's output stream ended: %s", cause)
+            log.debug("in full", exc_info=error)
         finally:
             self._fail(cause)
 
@@ -143,6 +144,9 @@ async def _result(call: Awaitable[Any]) -> Any:
 def _unwrapped(error: Exception) -> Exception:
     if isinstance(error, RayTaskError) and isinstance(error.cause, KdrayError):
         return error.cause
+    if isinstance(error, RayTaskError):
+        # Ray's own text holds the whole traceback of the other process.
+        return RankFailed(f"{type(error.cause).__name__}: {error.cause}")
     if isinstance(error, RayActorError):
         # Ray's own text tells clients of processes and addresses: it is for the log.
         return EngineClosed("the driver actor died; the endpoint's log says more")
