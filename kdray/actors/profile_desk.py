@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import kdray
 from kdray.core.profile import ProfileOptions, ProfileOrder
 from kdray.driver.step_loop import StepLoop
 from kdray.errors import ProfileConflict
+from kdray.profiling import merge
 from kdray.profiling.store import ProfileStore
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,12 @@ class ProfileDesk:
 
 async def _merge(folder: Path) -> None:
     """Raises RuntimeError with what the process said where it failed."""
-    home = str(Path(kdray.__file__).resolve().parents[1])
+    home = str(Path(merge.__file__).resolve().parents[2])
     paths = [home, os.environ.get("PYTHONPATH", "")]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kdray.profiling.merge",
+        merge.__name__,
         str(folder),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         stdout=asyncio.subprocess.DEVNULL,
