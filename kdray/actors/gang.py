@@ -23,6 +23,7 @@ from kdray.errors import KdrayError, StartupError
 
 _STOP_TIMEOUT_S = 15.0
 _TASK_START_S = 60.0  # for Ray to start a process on another node
+_GRACE_S = 2.0  # for Ray to end a sound process, which it then does not report as a crash
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +154,7 @@ class Gang:
 
 def _clean_up(processes: list[RankProcess], folder: str | None, timeout_s: float) -> list[str]:
     """What is left of a gang goes: its processes and its rendezvous."""
-    left = end_processes(processes, timeout_s)
+    left = end_processes(processes, timeout_s, grace_s=_GRACE_S)
     if folder is not None:
         remove_folder(folder)
     return left

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-_POLL_S = 0.05
+_POLL_S = 0.02
 _MEMORY_POLL_S = 0.5
 _MIB = 1 << 20
 UsedMemory = Callable[[], Mapping[str, int]]
@@ -51,20 +51,23 @@ def own_process(rank: int, node_id: str, *, on_gpu: bool) -> RankProcess:
 
 
 def end_processes(
-    processes: Sequence[RankProcess], timeout_s: float, used_memory: UsedMemory | None = None
+    processes: Sequence[RankProcess],
+    timeout_s: float,
+    *,
+    grace_s: float = 0.0,
+    used_memory: UsedMemory | None = None,
 ) -> list[str]:
-    """Kill what still runs of them, on the machine of the caller, and wait until it is gone.
+    """Wait grace_s for them to end, kill what still runs, and wait until it is gone.
 
-    SIGKILL ends a stopped process too, and one in the kernel as soon as it comes out. Returns in
-    words what was not gone after timeout_s: a process, or memory of a GPU.
+    On the machine of the caller. SIGKILL ends a stopped process too, and one in the kernel as soon
+    as it comes out. Returns in words what was not gone after timeout_s: a process, or memory of a
+    GPU.
     """
-    for process in processes:
-        if is_alive(process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+    for process in _wait(processes, time.monotonic() + grace_s):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
-    while (left := [p for p in processes if is_alive(p)]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    left = _wait(processes, deadline)
     said = [f"process {p.pid} of rank {p.rank} does not end" for p in left]
     return said + _wait_for_memory(processes, deadline, used_memory or gpu_memory_mib)
 
@@ -83,6 +86,13 @@ def gpu_memory_mib() -> dict[str, int]:
         return {}
     lines = (line.split(",") for line in done.stdout.splitlines() if line.strip())
     return {uuid.strip().removeprefix("GPU-"): int(used) for uuid, used in lines}
+
+
+def _wait(processes: Sequence[RankProcess], deadline: float) -> list[RankProcess]:
+    """Those that still run when all have ended, or at the deadline."""
+    while (left := [p for p in processes if is_alive(p)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return left
 
 
 def _wait_for_memory(

@@ -65,13 +65,13 @@ def test_another_process_of_the_same_number_is_left_alone(child: subprocess.Pope
 def test_memory_is_waited_for_and_what_stays_is_told(child: subprocess.Popen[bytes]) -> None:
     process = replace(rank_of(child), gpu="GPU-aa", gpu_mib=500)
     readings = iter([{"aa": 9000}, {"aa": 700}, {"aa": 480, "bb": 9000}])
-    assert end_processes([process], WAIT_S, lambda: next(readings)) == []
+    assert end_processes([process], WAIT_S, used_memory=lambda: next(readings)) == []
     assert list(readings) == []
 
     def never_less() -> Mapping[str, int]:
         return {"aa": 9000}
 
-    said = end_processes([process], 0.0, never_less)
+    said = end_processes([process], 0.0, used_memory=never_less)
     assert said == ["GPU aa still holds 9000 MiB, 500 before"]
 
 
