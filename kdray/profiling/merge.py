@@ -103,8 +103,14 @@ def _rank_lane(trace: RankTrace) -> Lane:
         name=f"rank {trace.rank}",
         slices=_nested(trace.slices),
         arrows=trace.arrows,
-        track_names=trace.track_names,
+        track_names={**trace.track_names, **dict.fromkeys(_stepping(trace), "steps")},
     )
+
+
+def _stepping(trace: RankTrace) -> set[Track]:
+    """The thread that runs the steps: the one with the recorder's ranges of verbs."""
+    ranges = (item for item in trace.slices if item.kind == "user_annotation")
+    return {item.track for item in ranges if item.name == "verify"}
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:

@@ -47,11 +47,12 @@ def test_ranks_and_the_driver_share_a_clock(tmp_path: Path) -> None:
 
 def test_threads_of_two_ranks_keep_apart_and_keep_their_names(tmp_path: Path) -> None:
     name = {"ph": "M", "name": "thread_name", "pid": 7, "tid": 7, "ts": 0, "args": {"name": "py"}}
-    ranks = [trace_of(tmp_path, rank, name, event("a", 1.0, 1.0)) for rank in (0, 1)]
+    stepping = event("verify", 0.0, 9.0, cat="user_annotation", tid=8)
+    ranks = [trace_of(tmp_path, rank, name, event("a", 1.0, 1.0), stepping) for rank in (0, 1)]
     merged = merge(ranks, [])
     threads = [e for e in merged["traceEvents"] if e["name"] == "thread_name"]
-    assert [thread["args"]["name"] for thread in threads] == ["py", "py"]
-    assert len({thread["tid"] for thread in threads}) == 2
+    assert [thread["args"]["name"] for thread in threads] == ["py", "steps"] * 2
+    assert len({thread["tid"] for thread in threads}) == 4
 
 
 def test_what_overlaps_moves_beside_and_a_rounding_is_cut(tmp_path: Path) -> None:
