@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from dataclasses import fields
+from typing import Any, get_args
 
 from kdray.actors.placement import Placement
-from kdray.config import Device, DType, EngineConfig, Mode
+from kdray.config import Device, DType, EngineConfig, FaultPolicy, Mode
 from kdray.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
@@ -58,6 +59,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="where profiles are written (default: a temporary folder)",
     )
+    add(
+        "--faults",
+        metavar="NAME=VALUE,..",
+        help="when ranks count as hung and how often they are started again, as fields of "
+        "kdray.config.FaultPolicy: step_floor_s=30,max_restarts=10",
+    )
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +108,23 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         graphs=not arguments.no_graphs,
         nsight=arguments.nsight,
         profile_folder=arguments.profile_folder,
+        faults=parse_faults(arguments.faults),
     )
+
+
+def parse_faults(text: str | None) -> FaultPolicy:
+    """ "step_floor_s=30,max_restarts=10" to a policy; what is not named keeps its default."""
+    kinds: dict[str, Any] = {item.name: type(item.default) for item in fields(FaultPolicy)}
+    given = {}
+    for word in (text or "").split(",") if text else ():
+        name, _, value = (part.strip() for part in word.partition("="))
+        if name not in kinds:
+            raise ConfigError(f"faults has no {name!r}; it has {', '.join(kinds)}")
+        try:
+            given[name] = kinds[name](value)
+        except ValueError:
+            raise ConfigError(f"faults: {name} must be a number, got {value!r}") from None
+    return FaultPolicy(**given)
 
 
 def parse_gpus(text: str | None) -> tuple[int, ...] | None:

@@ -32,7 +32,7 @@ class FaultPolicy:
     """
 
     step_multiple: float = 20.0
-    step_floor_s: float = 10.0
+    step_floor_s: float = 20.0
     start_steps: int = 20
     start_floor_s: float = 120.0
     pulse_every_s: float = 1.0

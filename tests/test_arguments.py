@@ -1,0 +1,40 @@
+"""The command line's words for faults, as a policy."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from kdray.arguments import add_engine_arguments, engine_config, parse_faults
+from kdray.config import FaultPolicy
+from kdray.errors import ConfigError
+
+
+def test_what_is_not_named_keeps_its_default() -> None:
+    assert parse_faults(None) == FaultPolicy()
+    expected = FaultPolicy(step_floor_s=30.0, max_restarts=10)
+    assert parse_faults("step_floor_s=30, max_restarts=10") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("patience=3", "no 'patience'; it has step_multiple"),
+        ("max_restarts=often", "max_restarts must be a number, got 'often'"),
+        ("step_floor_s", "step_floor_s must be a number, got ''"),
+        ("window_s=0", "window_s must be greater than 0"),
+        ("step_multiple=0.5", "step_multiple must be at least 1"),
+        ("max_restarts=-1", "max_restarts must be an integer from 0"),
+    ],
+)
+def test_a_wrong_word_is_said(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_faults(text)
+
+
+def test_the_policy_reaches_the_config() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    config = engine_config(parser.parse_args(["--faults", "end_timeout_s=5"]))
+    assert config.faults == FaultPolicy(end_timeout_s=5.0)
