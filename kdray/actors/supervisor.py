@@ -75,7 +75,7 @@ class Supervisor:
             self._leave_room()
             raise
         await self._set_up(gang, number=0)
-        self._keeping = asyncio.create_task(self._keep(gang))
+        self._keeping = asyncio.create_task(self._keep_or_give_up(gang))
         return gang.info
 
     async def incarnation(self, after: int = -1) -> Incarnation:
@@ -111,6 +111,14 @@ class Supervisor:
             await asyncio.to_thread(gang.stop)
         self._leave_room()
 
+    async def _keep_or_give_up(self, gang: Gang) -> None:
+        """Whatever fails here must not leave requests waiting for a gang that nobody starts."""
+        try:
+            await self._keep(gang)
+        except Exception as error:
+            _log.exception("the supervisor failed")
+            await self._give_up(f"the supervisor failed: {type(error).__name__}: {error}")
+
     async def _keep(self, gang: Gang) -> None:
         """Until the engine is given up."""
         budget, number = RestartBudget(self._config.faults), 0
@@ -130,7 +138,9 @@ class Supervisor:
                     cause = f"{fault.cause}; started again: {error}"
                     _log.warning("a restart failed: %s", error)
             else:
-                await self._give_up(cause)
+                policy = self._config.faults
+                spent = f"after {policy.max_restarts} restarts within {policy.window_s:g} s"
+                await self._give_up(f"{cause} (given up {spent})")
                 return
             number += 1
             await self._set_up(gang, number)
@@ -168,13 +178,11 @@ class Supervisor:
             self._changed.notify_all()
 
     async def _give_up(self, cause: str) -> None:
-        policy = self._config.faults
-        error = RankFailed(
-            f"{cause} (given up after {policy.max_restarts} restarts within {policy.window_s:g} s)"
-        )
-        _log.error("the engine is given up: %s", error)
-        self._gang = None
-        await self._end(error)
+        _log.error("the engine is given up: %s", cause)
+        gang, self._gang = self._gang, None
+        if gang is not None:
+            await asyncio.to_thread(gang.kill)
+        await self._end(RankFailed(cause))
         self._leave_room()
 
     async def _end(self, error: KdrayError) -> None:

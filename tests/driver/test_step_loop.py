@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from kdray.core.plan import StepPlan, StepResult
 from kdray.core.request import SamplingParams
@@ -29,12 +30,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Listener:
     """Collects what a loop says."""
 
-    def __init__(self, folder: Path, *, break_at: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        break_at: int | None = None,
+        error: Exception | None = None,
+    ) -> None:
         self.messages: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.engine: Engine = build(model_config(folder, page_size=4, max_model_len=64))
         if break_at is not None:
-            _break(self.engine, break_at)
+            _break(self.engine, break_at, error or RuntimeError("a rank is gone"))
         self.loop = StepLoop(lambda: self.engine, self.messages.put, self.ended.set)
         self.loop.start()
         self.loop.ready.result(WAIT_S)
@@ -43,13 +50,13 @@ class Listener:
         self.loop.submit(make_request(name, (5, 6, 7), sampling, self.engine.facts))
 
 
-def _break(engine: Engine, step: int) -> None:
+def _break(engine: Engine, step: int, error: Exception) -> None:
     """The engine's round fails from the given step on."""
     whole = engine.driver.round
 
     def round_(plan: StepPlan) -> StepResult:
         if plan.step >= step:
-            raise RuntimeError("a rank is gone")
+            raise error
         return whole(plan)
 
     engine.driver.round = round_  # type: ignore[method-assign]
@@ -109,6 +116,39 @@ def test_a_failing_step_ends_the_loop_and_later_requests_hear_of_it(folder: Path
     assert isinstance(listener.loop.failure, RuntimeError)
     with pytest.raises(RankFailed, match="a rank is gone"):
         listener.submit("b")
+
+
+def test_memory_that_runs_out_is_a_failure_like_any_other(folder: Path) -> None:
+    listener = Listener(folder, break_at=2, error=torch.OutOfMemoryError("out of memory"))
+    listener.submit("a")
+    assert listener.ended.wait(WAIT_S)
+    assert isinstance(listener.loop.failure, torch.OutOfMemoryError)
+    assert listener.loop.pulse().in_step_s is None
+    with pytest.raises(RankFailed, match="out of memory"):
+        listener.submit("b")
+
+
+def test_a_step_that_hangs_is_seen_from_outside(folder: Path) -> None:
+    listener = Listener(folder)
+    entered, leave = threading.Event(), threading.Event()
+    whole = listener.engine.driver.round
+
+    def hanging(plan: StepPlan) -> StepResult:
+        entered.set()
+        assert leave.wait(WAIT_S)
+        return whole(plan)
+
+    listener.engine.driver.round = hanging  # type: ignore[method-assign]
+    assert listener.loop.pulse().in_step_s is None
+    listener.submit("a", SamplingParams(max_tokens=1, ignore_eos=True))
+    assert entered.wait(WAIT_S)
+    first, second = listener.loop.pulse(), listener.loop.pulse()
+    assert first.in_step_s is not None and second.in_step_s is not None
+    assert first.in_step_s <= second.in_step_s and not second.is_late
+    leave.set()
+    listener.messages.get(timeout=WAIT_S)
+    listener.loop.close(WAIT_S)
+    assert listener.loop.pulse().in_step_s is None
 
 
 def test_a_closed_loop_takes_no_requests(folder: Path) -> None:
