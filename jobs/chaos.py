@@ -50,7 +50,7 @@ STOPS = (".", " the", "\n\n")
 # Sound steps take milliseconds to a second here; a hang lasts for ever. A window this short lets
 # the engine be started again as often as it is broken.
 POLICY = FaultPolicy(
-    step_floor_s=8.0, start_steps=20, start_floor_s=30.0, pulse_timeout_s=8.0, window_s=1.0
+    step_floor_s=8.0, start_steps=20, start_floor_s=15.0, pulse_timeout_s=8.0, window_s=1.0
 )
 _POLL_S = 0.05
 
@@ -68,9 +68,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What to do to the gang, and when: seconds behind the start of the load."""
+    """What to do to which rank: SIGKILL ends it, SIGSTOP makes it hang."""
 
-    at_s: float
     kind: str
     rank: int
 
@@ -245,15 +244,12 @@ def note(record: Record, name: str, load: Load, seconds: float, events: dict[str
     )
 
 
-def planned_faults(every_s: float) -> Iterator[Fault]:
-    """A kill of rank 1 every so often, but the third takes rank 0 with the driver; two hangs
-    between them, first of rank 1, then of rank 0."""
-    hangs = {1: 1, 4: 0}  # behind which kill, of which rank
+def planned_faults() -> Iterator[Fault]:
+    """Kills of rank 1, but the third of rank 0; a hang of each behind the first and the fourth."""
     for number in count():
-        at = (number + 1) * every_s
-        yield Fault(at, "driver killed" if number == 2 else "rank killed", 0 if number == 2 else 1)
-        if number in hangs:
-            yield Fault(at + every_s / 2, "hang", hangs[number])
+        yield Fault("driver killed", 0) if number == 2 else Fault("rank killed", 1)
+        if number in (0, 3):
+            yield Fault("hang", 1 if number == 0 else 0)
 
 
 async def disturb(
@@ -264,10 +260,12 @@ async def disturb(
     record: Record,
     faults: list[Fault],
 ) -> None:
-    """One fault after another, each in a gang that is up, until cancelled."""
-    start = time.monotonic()
-    for fault in planned_faults(arguments.kill_every_s):
-        await asyncio.sleep(max(0.0, start + fault.at_s - time.monotonic()))
+    """Kills at multiples of the period and hangs halfway between, each in a gang that is up; a time
+    that passes while there is none is left out."""
+    start, every_s = time.monotonic(), arguments.kill_every_s
+    for fault in planned_faults():
+        shift = every_s / 2 if fault.kind == "hang" else 0.0
+        await asyncio.sleep(every_s - (time.monotonic() - start - shift) % every_s)
         restarts = client.events.totals()["restarts_total"]
         while not (pids := await engine.supervisor.pids.remote()):
             await asyncio.sleep(_POLL_S)
