@@ -7,17 +7,19 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kdray.core.profile import ProfileOrder
 from kdray.core.request import Request
 from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
+from kdray.driver.stats import DriverStats, snapshot
 from kdray.driver.step_log import StepLog
 from kdray.driver.watch import Pulse, StepWatch
 from kdray.errors import EngineClosed, InvalidRequest, RankFailed
 from kdray.profiling.session import OnEnd
+
+__all__ = ["DriverStats", "StepLoop", "snapshot"]
 
 Emit = Callable[[list[RequestOutput]], None]
 _IDLE_POLL_S = 1.0
@@ -29,31 +31,6 @@ class HasDriver(Protocol):
 
     @property
     def driver(self) -> Driver: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverStats:
-    """A snapshot between two steps. Seconds and counts since the start.
-
-    accept_lengths   accept length -> speculative steps of single requests that gained so many
-    tree_nodes       draft nodes -> trees of so many
-    stage_seconds    verb -> wall-clock seconds
-    rank_ages_s      rank -> seconds since its last sign of life; ranks without any are missing
-    """
-
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    verified_rows: int = 0
-    preemptions: int = 0
-    accept_lengths: dict[int, int] = field(default_factory=dict)
-    tree_nodes: dict[int, int] = field(default_factory=dict)
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    rank_ages_s: dict[int, float] = field(default_factory=dict)
 
 
 class StepLoop:
@@ -165,25 +142,6 @@ class StepLoop:
                 action = self._inbox.get_nowait()
         except queue.Empty:
             return
-
-
-def snapshot(driver: Driver) -> DriverStats:
-    """The driver's counters and gauges as they are now."""
-    counters, scheduler = driver.counters, driver.scheduler
-    return DriverStats(
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
-        pages_used=scheduler.pages.num_used,
-        pages_total=scheduler.pages.num_pages,
-        prompt_tokens=counters.prompt_tokens,
-        generated_tokens=counters.generated_tokens,
-        steps=counters.steps,
-        verified_rows=counters.verified_rows,
-        preemptions=scheduler.num_preemptions,
-        accept_lengths=dict(counters.accept_lengths),
-        tree_nodes=dict(counters.tree_nodes),
-        stage_seconds=dict(driver.clock.seconds),
-    )
 
 
 def _apply(action: Callable[[Driver], None], driver: Driver) -> None:

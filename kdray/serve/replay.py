@@ -62,6 +62,8 @@ class ReplayingClient:
         self._link = link
         self._hangs = first.hangs
         self._failure: str | None = None
+        self._before = DriverStats()  # totals of gangs before, as far as they were asked for
+        self._stats = DriverStats()  # of this one, likewise
         self._open: dict[str, _Open] = {}
         self._changed = asyncio.Condition()
         self._following = asyncio.create_task(self._follow())
@@ -112,10 +114,17 @@ class ReplayingClient:
         await self._link.client.abort(request_id)
 
     async def stats(self) -> DriverStats:
-        """Raises EngineClosed or GangError while there is no gang."""
+        """Totals go on over restarts, save what a gang did since it was last asked.
+
+        Raises EngineClosed or GangError while there is no gang.
+        """
         if self._failure is not None:
             raise EngineClosed(self._failure)
-        return await self._link.client.stats()
+        link = self._link
+        stats = await link.client.stats()
+        if link is self._link:
+            self._stats = stats
+        return stats.behind(self._before)
 
     def healthy(self) -> str | None:
         return self._failure
@@ -180,6 +189,8 @@ class ReplayingClient:
 
     async def _change(self, link: _Link) -> None:
         before, self._link = self._link, link
+        if before is not link:
+            self._before, self._stats = self._stats.behind(self._before), DriverStats()
         async with self._changed:
             self._changed.notify_all()
         if before.client is not link.client:

@@ -13,6 +13,7 @@ from kdray.core.request import SamplingParams
 from kdray.errors import EngineClosed, RankFailed
 from kdray.serve.replay import ReplayingClient
 from tests.serve.drivers import ScriptedDriver, StepMessage
+from tests.serve.fakes import STATS
 from tests.serve.test_client import Handle
 
 SAMPLING = SamplingParams(max_tokens=64)
@@ -200,6 +201,23 @@ def test_a_broken_request_ends_with_its_error_and_is_counted() -> None:
         assert (delta.finish_reason, delta.error) == ("error", "no finite logit")
         assert client.events.totals()["broken_requests_total"] == 1
         assert supervisor.told == []
+
+    run(scenario)
+
+
+def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
+    async def scenario(client: ReplayingClient, supervisor: Supervisor) -> None:
+        assert await client.stats() == STATS
+        supervisor.gangs[0].die()
+        await supervisor.bring_up()
+        while client.events.totals()["restarts_total"] == 0:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            stats = await client.stats()
+            assert (stats.steps, stats.generated_tokens) == (24, 80)
+            assert stats.accept_lengths == {1: 6, 4: 10}
+            assert stats.stage_seconds == {"draft": 0.5, "verify": 3.0}
+            assert (stats.running, stats.pages_used) == (STATS.running, STATS.pages_used)
 
     run(scenario)
 
