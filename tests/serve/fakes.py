@@ -94,7 +94,8 @@ class FakeProfiles:
         if self.options is None:
             raise ProfileConflict("no profile has been started")
         self.options = None
-        return {"id": "p", "state": "done"}
+        sizes = {name: len(content) for name, content in self.files.items()}
+        return {"id": "p", "state": "done", "steps": 5, "error": None, "files": sizes}
 
     async def names(self) -> list[str]:
         return ["p"]

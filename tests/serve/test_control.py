@@ -57,7 +57,7 @@ def test_as_sglang_s_clients_ask(app: FastAPI, engine: FakeEngine) -> None:
 
 def test_as_vllm_s_client_asks(app: FastAPI) -> None:
     assert start(app, {"model": "m", "prompt": "hi", "max_tokens": 9}).status_code == 200
-    assert call(app, "POST", "/stop_profile").json() == {"id": "p", "state": "done"}
+    assert call(app, "POST", "/stop_profile").json()["state"] == "done"
 
 
 @pytest.mark.parametrize(
