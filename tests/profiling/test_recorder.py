@@ -63,7 +63,7 @@ def test_spans_and_events_share_a_clock(tmp_path: Path) -> None:
         e for e in read_trace(tmp_path / "rank-3.trace.json.gz", 3).slices if e.name == "inner"
     ]
     first, last = spans["outer"]
-    slack = 5_000_000  # nanoseconds: the profiler's clock is converted, this one is read
+    slack = 100_000_000  # nanoseconds: the profiler's clock is converted, this one is read
     assert first - slack <= event.start_ns and event.end_ns <= last + slack
 
 
