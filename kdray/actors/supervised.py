@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from kdray.actors.placement import Placement
-from kdray.actors.room import Room
+from kdray.actors.room import Room, reserve, with_device
 from kdray.actors.supervisor import Supervisor
 from kdray.config import EngineConfig
 from kdray.errors import GangError, KdrayError
@@ -25,33 +25,44 @@ class SupervisedEngine:
     info         what the first gang said of itself; it holds for all of them
     """
 
-    def __init__(self, supervisor: ActorHandle[Any], info: dict[str, Any]) -> None:
+    def __init__(self, supervisor: ActorHandle[Any], room: Room) -> None:
         self.supervisor = supervisor
-        self.info = info
+        self.info: dict[str, Any] = {}
+        self._room = room
 
     @classmethod
     def start(
         cls, config: EngineConfig, placement: Placement | None = None, room: Room | None = None
     ) -> SupervisedEngine:
         """As Gang.start, with a supervisor above. Ends with the calling process."""
+        config, placement = with_device(config), placement or Placement()
+        # Made here: Ray would keep what a dead supervisor had made until the whole job ends.
+        room = room or reserve(config, placement)
         remote: Any = ray.remote
         actor = remote(num_cpus=0, max_restarts=0)(Supervisor)
-        supervisor = actor.remote(config, placement, room)
+        supervisor: Any = actor.remote(config, placement, room)
+        engine = cls(supervisor, room)
         try:
-            info = ray.get(supervisor.start.remote())
+            engine.info = ray.get(supervisor.start.remote())
         except RayTaskError as error:
-            ray.kill(supervisor)
+            engine.kill()
             raise (error.cause if isinstance(error.cause, KdrayError) else error) from None
         except RayActorError as error:
+            engine.kill()
             raise GangError(f"the supervisor ended while starting: {error}") from error
         except BaseException:
-            ray.kill(supervisor)
+            engine.kill()
             raise
-        return cls(supervisor, info)
+        return engine
 
     def stop(self) -> None:
         """Let the running step finish, end all ranks, then the supervisor."""
         with contextlib.suppress(Exception):
             ray.get(self.supervisor.stop.remote(), timeout=_STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the supervisor, and so all ranks."""
         with contextlib.suppress(Exception):
             ray.kill(self.supervisor)
+        self._room.release()

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from kdray.actors.gang import Gang
 from kdray.actors.placement import Placement
 from kdray.actors.restarts import RestartBudget
-from kdray.actors.room import Room, reserve, with_device
+from kdray.actors.room import Room
 from kdray.actors.watchdog import Fault, FaultKind, fault_of
 from kdray.config import EngineConfig
 from kdray.errors import EngineClosed, KdrayError, RankFailed
@@ -45,17 +45,14 @@ class Incarnation:
 class Supervisor:
     """An asyncio actor that owns the gang: its ranks end when this process does, however it does.
 
-    `room`: bundles to stay in that belong to somebody else; else a placement group is made at the
-    start and kept over all restarts, so that the ranks find their GPUs again.
+    `room` is kept over all restarts, so that the ranks find their GPUs again, and given back at the
+    end where it is the engine's own.
     """
 
-    def __init__(
-        self, config: EngineConfig, placement: Placement | None = None, room: Room | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, placement: Placement, room: Room) -> None:
         self._config = config
-        self._placement = placement or Placement()
-        self._given = room
-        self._room: Room | None = None
+        self._placement = placement
+        self._room = room
         self._gang: Gang | None = None
         self._current: Incarnation | None = None
         self._ended: KdrayError | None = None
@@ -67,13 +64,7 @@ class Supervisor:
     async def start(self) -> dict[str, Any]:
         """The first gang; returns its info. Raises what Gang.start raises: nothing is tried twice
         that never worked."""
-        self._config = with_device(self._config)
-        self._room = self._given or await asyncio.to_thread(reserve, self._config, self._placement)
-        try:
-            gang = await self._start_gang()
-        except BaseException:
-            self._leave_room()
-            raise
+        gang = await self._start_gang()
         await self._set_up(gang, number=0)
         self._keeping = asyncio.create_task(self._keep_or_give_up(gang))
         return gang.info
@@ -109,7 +100,7 @@ class Supervisor:
         gang, self._gang = self._gang, None
         if gang is not None:
             await asyncio.to_thread(gang.stop)
-        self._leave_room()
+        self._room.release()
 
     async def _keep_or_give_up(self, gang: Gang) -> None:
         """Whatever fails here must not leave requests waiting for a gang that nobody starts."""
@@ -163,7 +154,6 @@ class Supervisor:
 
     async def _start_gang(self) -> Gang:
         """A gang that leaves the room to the next one."""
-        assert self._room is not None, "start comes first"
         room = replace(self._room, owned=False)
         starting = asyncio.to_thread(Gang.start, self._config, self._placement, room)
         self._gang = await _uncancelled(starting)
@@ -183,18 +173,13 @@ class Supervisor:
         if gang is not None:
             await asyncio.to_thread(gang.kill)
         await self._end(RankFailed(cause))
-        self._leave_room()
+        self._room.release()
 
     async def _end(self, error: KdrayError) -> None:
         async with self._changed:
             self._current = None
             self._ended = self._ended or error
             self._changed.notify_all()
-
-    def _leave_room(self) -> None:
-        room, self._room = self._room, None
-        if room is not None:
-            room.release()
 
 
 async def _uncancelled(work: Any) -> Any:

@@ -196,6 +196,25 @@ def test_a_stopped_engine_says_so(folder: Path) -> None:
     wait_until_gone()
 
 
+def test_ranks_do_not_outlive_their_supervisor(folder: Path) -> None:
+    engine = SupervisedEngine.start(config_of(folder))
+    pids = ray.get(engine.supervisor.pids.remote())
+
+    async def work() -> None:
+        client = await ReplayingClient.connect(engine.supervisor)
+        await client.submit("a", PROMPTS[0], LONG)
+        own = await engine.supervisor.__ray_call__.remote(lambda self: os.getpid())
+        os.kill(own, signal.SIGKILL)
+        with pytest.raises(EngineClosed, match="supervisor is gone"):
+            await read(client, "a", lambda count: None)
+        assert "supervisor is gone" in str(client.healthy())
+        await client.close()
+
+    scenario(work)
+    engine.stop()
+    wait_until_gone(pids.values())
+
+
 def test_what_cannot_start_is_said_at_once(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="64 ranks"):
         SupervisedEngine.start(replace(config_of(folder), tp=64, start_timeout_s=1.0))
