@@ -241,7 +241,7 @@ def serving(url: str | None) -> Iterator[str]:
         port = probe.getsockname()[1]
     job = Path(__file__).with_name("serve.py")
     command = [sys.executable, str(job), "--device", "cpu", "--port", str(port), "--no-sample",
-               "--max-model-len", "128", "--threads", "1"]  # fmt: skip
+               "--max-model-len", "64", "--threads", "1"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ})
     try:
         wait_for(process, f"http://127.0.0.1:{port}")

@@ -175,7 +175,7 @@ def _of_kind(kind: str, schema: Json) -> st.SearchStrategy[Any]:
         case "boolean":
             return st.booleans()
         case "integer":
-            return st.integers(low, high if high is not None else (low or 0) + 64)
+            return st.integers(low, high if high is not None else (low or 0) + 8)
         case "number":
             least = schema.get("exclusiveMinimum", low)
             return st.floats(least, high, exclude_min="exclusiveMinimum" in schema)

@@ -69,8 +69,19 @@ class KeyRing:
                     code="no_admin_key",
                 )
             )
-        if not _known(_presented(authorization), self.admin):
-            raise _unauthorised(authorization)
+        key = _presented(authorization)
+        if _known(key, self.admin):
+            return
+        if _known(key, self.api):
+            raise Refused(
+                Failure(
+                    status=403,
+                    message="this key may generate, not control: send an admin key",
+                    kind=INVALID,
+                    code="no_admin_key",
+                )
+            )
+        raise _unauthorised(authorization)
 
 
 def is_loopback(host: str) -> bool:
