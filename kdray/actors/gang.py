@@ -9,7 +9,12 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kdray.actors.driver_actor import DriverActor
@@ -171,5 +176,11 @@ def _get(ref: Any, timeout: float, who: str) -> Any:
         if isinstance(cause, KdrayError):
             raise cause from None
         raise StartupError(f"{who}: {type(cause).__name__}: {cause}") from error
+    except RuntimeEnvSetupError as error:
+        said = str(error).strip().splitlines()[-1].strip()
+        raise StartupError(
+            f"{who}: Ray could not set up its process: {said} (--nsight needs nsys on the PATH "
+            "of the Ray nodes)"
+        ) from error
     except RayActorError as error:
         raise StartupError(f"{who}: its process ended while starting: {error}") from error

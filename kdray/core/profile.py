@@ -45,15 +45,15 @@ class ProfileOptions:
     def resolved(self, *, on_gpu: bool, under_nsight: bool) -> ProfileOptions:
         """The activities that these ranks can record; ConfigError where they cannot."""
         asked = self.activities
-        if under_nsight:
+        if under_nsight and on_gpu:
             if not asked <= {"CUDA_PROFILER"}:
                 raise ConfigError(
                     "the ranks run under Nsight Systems, which holds the GPU's tracing: leave "
                     "activities out, or start without --nsight"
                 )
             return self._with({"CUDA_PROFILER"})
-        if not on_gpu and asked & {"GPU", "CUDA_PROFILER"}:
-            raise ConfigError("the ranks have no GPU: activities can be CPU and MEM")
+        if not on_gpu and (under_nsight or asked & {"GPU", "CUDA_PROFILER"}):
+            raise ConfigError("the ranks have no GPU: activities can be CPU and MEM, and --nsight has no use")
         return self._with(asked or ({"CPU", "GPU"} if on_gpu else {"CPU"}))
 
     def _with(self, activities: Iterable[Activity]) -> ProfileOptions:

@@ -80,6 +80,8 @@ def test_activities_are_those_the_ranks_can_record() -> None:
     for wrong in ({"on_gpu": False}, {"under_nsight": True}):
         with pytest.raises(ConfigError):
             resolve("GPU", **wrong)
+    with pytest.raises(ConfigError, match="--nsight"):
+        resolve(on_gpu=False, under_nsight=True)
     with pytest.raises(ConfigError, match="alone"):
         resolve("GPU", "CUDA_PROFILER")
     with pytest.raises(ConfigError, match="num_steps"):
