@@ -53,7 +53,9 @@ class ProfileOptions:
                 )
             return self._with({"CUDA_PROFILER"})
         if not on_gpu and (under_nsight or asked & {"GPU", "CUDA_PROFILER"}):
-            raise ConfigError("the ranks have no GPU: activities can be CPU and MEM, and --nsight has no use")
+            raise ConfigError(
+                "the ranks have no GPU: activities can be CPU and MEM, and --nsight has no use"
+            )
         return self._with(asked or ({"CPU", "GPU"} if on_gpu else {"CPU"}))
 
     def _with(self, activities: Iterable[Activity]) -> ProfileOptions:
