@@ -68,19 +68,6 @@ def body_too_large(limit: int) -> Refused:
     return Refused(Failure(status=413, message=message, code="request_too_large", headers=headers))
 
 
-def too_many_open(limit: int) -> Refused:
-    message = f"{limit} outputs are open or waiting already; try again later"
-    return Refused(
-        Failure(
-            status=429,
-            message=message,
-            kind=BUSY,
-            code="too_many_requests",
-            headers={"Retry-After": "1"},
-        )
-    )
-
-
 def unavailable(cause: str) -> Refused:
     return Refused(_unavailable(cause))
 
