@@ -34,11 +34,12 @@ from record import Record
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask, mask_to_bool
-from kdray.kernels.cuda_attention import AttentionRows, CudaAttention
+from kdray.kernels.cuda_attention import AttentionRows, AttentionSchedule, CudaAttention
 from kdray.kernels.loader import KernelLoader
 
 LATENT, ROPE, PAGE = 512, 64, 64
 WIDTH = LATENT + ROPE
+STRIDE = WIDTH + 8  # between rows, as verifier/kv_cache.py lays them out
 SCALE = 192**-0.5
 BEYOND_L2 = 160 << 20
 MAX_SETS, MAX_BYTES = 24, 40 << 30
@@ -138,7 +139,11 @@ def compare(
     check(attention, sets[0], shape)
     floor = max(shape.cache_bytes / ceilings.bytes_per_us, shape.flops / ceilings.flops_per_us)
     few = 10 if floor < 1000 else 2
-    samples = {"us": graph_us(ours, replays=arguments.replays, at_least=few)}
+    plans = [partial(schedule_of, attention, inputs) for inputs in sets]
+    samples = {
+        "us": graph_us(ours, replays=arguments.replays, at_least=few),
+        "plan_us": graph_us(plans, replays=5, at_least=few),
+    }
     if not arguments.no_rivals:
         for name, rival in rivals(shape).items():
             calls = [rival(inputs) for inputs in sets[:8]]
@@ -179,8 +184,8 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(seed)
     pages = -(-(shape.context + shape.nodes) // PAGE)
     order = torch.randperm(shape.batch * pages, generator=generator, device="cuda").int()
-    cache = torch.empty(shape.batch * pages * PAGE, WIDTH, dtype=torch.bfloat16, device="cuda")
-    cache.normal_(generator=generator)
+    cache = torch.empty(shape.batch * pages * PAGE, STRIDE, dtype=torch.bfloat16, device="cuda")
+    cache = cache.normal_(generator=generator)[:, :WIDTH]
     query = torch.empty(shape.batch * shape.nodes, shape.heads, WIDTH, device="cuda")
     query = query.normal_(generator=generator).bfloat16()
     rng = np.random.default_rng(seed)
@@ -205,15 +210,22 @@ def full(size: int, value: int) -> Tensor:
 
 
 def ours_on(attention: CudaAttention, inputs: Inputs) -> Call:
+    """One layer; the schedule is made once for all of them, so it is timed by itself."""
     out = torch.empty_like(inputs.query[..., :LATENT])
-    return partial(attention.attend, out, inputs.query, inputs.cache, inputs.rows, SCALE)
+    schedule = schedule_of(attention, inputs)
+    return partial(attention.attend, out, inputs.query, inputs.cache, inputs.rows, schedule, SCALE)
+
+
+def schedule_of(attention: CudaAttention, inputs: Inputs) -> AttentionSchedule:
+    return attention.schedule(inputs.rows, inputs.query.dtype, inputs.query.shape[1])
 
 
 def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
     """The first and the last request against float32."""
     out = torch.full_like(inputs.query[..., :LATENT], torch.nan)
     out = out.contiguous()
-    attention.attend(out, inputs.query, inputs.cache, inputs.rows, SCALE)
+    schedule = schedule_of(attention, inputs)
+    attention.attend(out, inputs.query, inputs.cache, inputs.rows, schedule, SCALE)
     for r in {0, shape.batch - 1}:
         own = slice(r * shape.nodes, (r + 1) * shape.nodes)
         key = contiguous_keys(inputs, shape, slice(r, r + 1))[0].float()
@@ -227,7 +239,7 @@ def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
 def contiguous_keys(inputs: Inputs, shape: Shape, requests: slice) -> Tensor:
     """[r, context + N, C + D]"""
     table = inputs.rows.page_table[requests].long()
-    return inputs.cache.view(-1, PAGE, WIDTH)[table].flatten(1, 2)[:, : shape.context + shape.nodes]
+    return inputs.cache.unflatten(0, (-1, PAGE))[table].flatten(1, 2)[:, : shape.context + shape.nodes]
 
 
 def masked(query: Tensor, key: Tensor, tree: Tensor) -> Tensor:
@@ -273,7 +285,7 @@ def with_flashinfer(shape: Shape, inputs: Inputs) -> Call:
         starts * shape.nodes, starts * pages, inputs.rows.page_table.flatten(), lengths,
         shape.heads, LATENT, ROPE, PAGE, False, SCALE, torch.bfloat16, torch.bfloat16,
     )  # fmt: skip
-    cache = inputs.cache.view(-1, PAGE, WIDTH)
+    cache = inputs.cache.unflatten(0, (-1, PAGE))
     parts = (inputs.query[..., :LATENT].contiguous(), inputs.query[..., LATENT:].contiguous())
     return partial(wrapper.run, *parts, cache[..., :LATENT], cache[..., LATENT:])
 

@@ -9,32 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Guessed from counts until the table below is measured: a part of 72 rows is 147 KB written and
-# read again, about 0.1 us of all the machine's L2; a step is about 0.7 us of one multiprocessor.
-# With n blocks for S steps both together, 0.7 S / n + 0.1 n, are least at 8 or 9 steps a block for
-# the 512 steps of 8k tokens. Parts of up to 8 rows are a ninth of that.
+TILE_ROWS = 72  # at most, packed
 DEFAULT_LEAST_COST = 90
-SHORT_LEAST_COST = 16
+SHORT_LEAST_COST = 60
 SHORT_ROWS = 8
 
-# (requests at most, packed rows a request at most, least cost); the first that holds is taken.
-ROWS: tuple[tuple[int, int, int], ...] = ()
+# (requests at most, packed rows a request at most, rows of a tile, least cost); the first that
+# holds is taken.
+ROWS: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """blocks: of the grid, all resident; least_cost: of a block's share, in verify_attention.cu's
-    units (a step of 16 keys by 64 rows is 10)."""
+    """blocks: of the grid, all resident; least_cost: of a block's share, in units of
+    cuda_attention.SHAPES (a step of 16 keys by 72 rows is 15); tile_rows: a multiple of 8."""
 
     blocks: int
     least_cost: int
+    tile_rows: int = TILE_ROWS
 
 
 def plan_for(processors: int, requests: int, packed_rows: int) -> AttentionPlan:
-    """One block a multiprocessor, and the table's least cost for the launch's bucket."""
-    for most_requests, most_rows, least_cost in ROWS:
+    """One block a multiprocessor, and the table's tile and least cost for the launch's bucket."""
+    for most_requests, most_rows, tile_rows, least_cost in ROWS:
         if requests <= most_requests and packed_rows <= most_rows:
-            return AttentionPlan(processors, least_cost)
+            return AttentionPlan(processors, least_cost, tile_rows)
     return AttentionPlan(
         processors, SHORT_LEAST_COST if packed_rows <= SHORT_ROWS else DEFAULT_LEAST_COST
     )

@@ -17,14 +17,38 @@ from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoad
 from kdray.kernels.nvrtc import Defines
 from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
-# As in verify_attention.cu.
-THREADS = 256
 MAX_BLOCKS = 256
-PART_ROWS = {torch.bfloat16: 72, torch.float32: 8}  # of a tile that several blocks share
-ENTRIES = {torch.bfloat16: "verify_attention", torch.float32: "verify_attention_fp32"}
-STEP_COST = {torch.bfloat16: 12, torch.float32: 1}  # the dearest step's, or more
-PLAIN_LEAST_COST = 4  # float32: steps of 32 keys by 8 rows that another block is worth
+PLAN_THREADS = 256
 LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """One entry point of verify_attention.cu: its block, its tiles, and what they cost.
+
+    step        keys; a step of a tile of n eights of rows costs step_cost + eight_cost * n
+    setup_cost  of a piece beside its steps
+    """
+
+    entry: str
+    threads: int
+    tile_rows: int
+    step: int
+    step_cost: int
+    eight_cost: int
+    setup_cost: int
+
+    @property
+    def lowest_share(self) -> int:
+        """plan_attention.cu takes no lower least cost."""
+        dearest = self.step_cost + self.eight_cost * (self.tile_rows // 8)
+        return 2 * (self.setup_cost + dearest)
+
+
+SHAPES = {
+    torch.bfloat16: _Shape("verify_attention", 384, 72, 16, 6, 1, 40),
+    torch.float32: _Shape("verify_attention_fp32", 256, 8, 32, 1, 0, 2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +71,10 @@ class AttentionRows:
     page_size: int
     mask: Tensor
     rows_cap: int
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.row_start, self.num_cached, self.num_known, self.num_nodes
 
     @classmethod
     def of(cls, batch: AttentionBatch, device: torch.device) -> AttentionRows:
@@ -91,6 +119,22 @@ class AttentionRows:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSchedule:
+    """Who does what of a batch, for all layers: plan_attention.cu.
+
+    piece   [P, 16] int32, as reference_attention.PIECE_FIELDS names them
+    start   [G + 1] int32: block b has pieces start[b] .. start[b + 1] - 1
+    """
+
+    piece: Tensor
+    start: Tensor
+
+    @property
+    def blocks(self) -> int:
+        return self.start.shape[0] - 1
+
+
 class CudaAttention:
     """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
 
@@ -107,9 +151,9 @@ class CudaAttention:
         self._variant = dict(variant)
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
         # Every layer of a step attends alike: what the layers share is laid out once a batch.
-        self._rows: WeakKeyDictionary[AttentionBatch | DeviceAttentionBatch, AttentionRows] = (
-            WeakKeyDictionary()
-        )
+        self._laid_out: WeakKeyDictionary[
+            AttentionBatch | DeviceAttentionBatch, tuple[AttentionRows, AttentionSchedule]
+        ] = WeakKeyDictionary()
 
     def verify_attention(
         self,
@@ -119,49 +163,86 @@ class CudaAttention:
         scale: float,
         latent_dim: int,
     ) -> Tensor:
-        """As kernels.ops.Ops.verify_attention; raises KernelError for what `takes` denies."""
-        rows = self._rows.get(batch)
-        if rows is None:
-            rows = self._rows[batch] = self._lay_out(batch)
+        """As kernels.ops.Ops.verify_attention; raises KernelError for what `takes` denies.
+
+        All calls for a batch have as many heads, in one dtype.
+        """
         out = query.new_empty(*query.shape[:2], latent_dim)
-        self.attend(out, query, cache, rows, scale)
+        laid_out = self._laid_out.get(batch)
+        if laid_out is None:
+            rows = self._lay_out(batch)
+            _check(out, query, cache, rows)
+            laid_out = rows, self.schedule(rows, query.dtype, query.shape[1])
+            self._laid_out[batch] = laid_out
+        self.attend(out, query, cache, *laid_out, scale)
         return out
 
+    def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
+        """Deal out the batch's work, by its lengths; may be captured.
+
+        How many blocks there are depends on R, rows_cap and H alone.
+        """
+        shape, requests = SHAPES[dtype], rows.page_table.shape[0]
+        plan = self._plan or self._plan_for(dtype, requests, rows.rows_cap * heads)
+        blocks, tile_rows = min(plan.blocks, MAX_BLOCKS), min(plan.tile_rows, shape.tile_rows)
+        tiles = -(-rows.rows_cap * heads // tile_rows)
+        device = rows.row_start.device
+        schedule = AttentionSchedule(
+            piece=torch.empty(requests * tiles + blocks, 16, dtype=torch.int32, device=device),
+            start=torch.empty(blocks + 1, dtype=torch.int32, device=device),
+        )
+        cost = torch.empty(max(requests * tiles, 1), dtype=torch.int32, device=device)
+        self._loader.get("plan_attention", "plan_attention").launch(
+            1,
+            PLAN_THREADS,
+            (
+                *(schedule.piece, schedule.start, cost, *rows.lengths),
+                *(requests, heads, rows.page_table.shape[1], rows.page_size.bit_length() - 1),
+                *(rows.mask.shape[1], tiles, tile_rows, shape.step),
+                *(shape.step_cost, shape.eight_cost, shape.setup_cost),
+                *(max(shape.lowest_share, plan.least_cost), blocks),
+            ),
+        )
+        return schedule
+
     def attend(
-        self, out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows, scale: float
+        self,
+        out: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        rows: AttentionRows,
+        schedule: AttentionSchedule,
+        scale: float,
     ) -> None:
         """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype.
 
-        May be captured: grid and workspace depend on R, rows_cap and H alone.
+        schedule: of these rows, for as many heads and this dtype. May be captured.
         """
         _check(out, query, cache, rows)
         requests, pages = rows.page_table.shape
         heads, latent_dim = query.shape[1], out.shape[2]
         if requests == 0 or query.shape[0] == 0:
             return
-        plan = self._plan or self._plan_for(query.dtype, requests, rows.rows_cap * heads)
-        work = self._workspace(query.dtype, latent_dim)
-        kernel = self._kernel(query.dtype, latent_dim, query.shape[2] - latent_dim)
-        kernel.launch(
-            min(plan.blocks, work.blocks),
-            THREADS,
+        shape, rope_dim = SHAPES[query.dtype], query.shape[2] - latent_dim
+        work = self._workspace(query.dtype, latent_dim, schedule.blocks)
+        self._kernel(query.dtype, latent_dim, rope_dim).launch(
+            schedule.blocks,
+            shape.threads,
             (
-                *(out, work.value, work.norm, work.ticket, query, cache),
-                *(rows.row_start, rows.num_cached, rows.num_known, rows.num_nodes),
-                *(rows.page_table, rows.mask),
+                *(out, work.value, work.norm, work.ticket, schedule.piece, schedule.start),
+                *(query, cache, *rows.lengths, rows.page_table, rows.mask),
                 *map(np.int64, (query.stride(0), query.stride(1), cache.stride(0))),
                 *(requests, heads, pages, rows.page_size.bit_length() - 1),
                 *(rows.mask.shape[1], rows.mask.shape[2]),
                 np.float32(scale * LOG2_E),
-                max(STEP_COST[query.dtype], plan.least_cost),
             ),
-            shared_bytes=shared_bytes(query.dtype, latent_dim, query.shape[2] - latent_dim),
+            shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim),
             cooperative=True,
         )
 
     def _plan_for(self, dtype: torch.dtype, requests: int, packed_rows: int) -> AttentionPlan:
         if dtype == torch.float32:
-            return AttentionPlan(self._processors(), PLAIN_LEAST_COST)
+            return AttentionPlan(self._processors(), SHAPES[dtype].lowest_share)
         return plan_for(self._processors(), requests, packed_rows)
 
     def _lay_out(self, batch: AttentionBatch | DeviceAttentionBatch) -> AttentionRows:
@@ -171,14 +252,15 @@ class CudaAttention:
 
     def _kernel(self, dtype: torch.dtype, latent_dim: int, rope_dim: int) -> Kernel:
         wished = defines(latent_dim, rope_dim) | self._variant
-        return self._loader.get("verify_attention", ENTRIES[dtype], wished)
+        return self._loader.get("verify_attention", SHAPES[dtype].entry, wished)
 
-    def _workspace(self, dtype: torch.dtype, latent_dim: int) -> _Workspace:
+    def _workspace(self, dtype: torch.dtype, latent_dim: int, blocks: int) -> _Workspace:
+        """Of all launches alike: for as many blocks as any of them has."""
         key = (dtype, latent_dim)
         if key not in self._work:
-            blocks = self._plan.blocks if self._plan else self._processors()
+            most = max(blocks, self._plan.blocks if self._plan else self._processors())
             self._work[key] = _Workspace.empty(
-                min(blocks, MAX_BLOCKS), PART_ROWS[dtype], latent_dim, self._loader.device
+                min(most, MAX_BLOCKS), SHAPES[dtype].tile_rows, latent_dim, self._loader.device
             )
         return self._work[key]
 
@@ -204,10 +286,6 @@ class _Workspace:
             ticket=torch.zeros(blocks, dtype=torch.int32, device=device),
         )
 
-    @property
-    def blocks(self) -> int:
-        return self.ticket.shape[0]
-
 
 def defines(latent_dim: int, rope_dim: int) -> dict[str, str | int]:
     """What verify_attention.cu is compiled with."""
@@ -223,19 +301,20 @@ def shared_bytes(dtype: torch.dtype, latent_dim: int, rope_dim: int) -> int:
     """Dynamic shared memory of a block: the ring and the queries are what depends on the sizes."""
     if dtype == torch.float32:
         width = latent_dim + rope_dim
-        return _rounded(4 * (8 * width + 32 * (width + 4)) + 4 * (6 * 256 + 8) + 512, 128)
-    ring = 4 * 16 * (2 * (latent_dim + rope_dim) + 16)
-    scores = (2 * 4 * 3 + 4) * 32 * 16
-    query_steps = latent_dim // 64 + -(-rope_dim // 64)
-    extra_query = 4 * query_steps * 32 * 8
-    return _rounded(ring + scores + extra_query + 64 * 16 * 2 + 1024, 128)
+        scratch = 16 * (256 + 8 * MAX_BLOCKS // 2)
+        return _rounded(4 * 8 * width + max(4 * 32 * (width + 4), scratch) + 512, 128)
+    steps = (latent_dim + rope_dim) // 16
+    slots = 3 if latent_dim + rope_dim > 320 else 6
+    ring = max(slots * 16 * (2 * (latent_dim + rope_dim) + 16), 40 * 1024)
+    of_3, of_2 = (32 * (max(0, steps - kept) // 2 * 2) + 16 for kept in (12, 26))
+    return _rounded(ring + 24 * of_3 + 3 * 16 * of_2 + 2 * 80 * 16 * 2 + 2560, 128)
 
 
 def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool:
     """Whether the kernel serves these; what it does not, the reference does."""
     rope_dim = query.shape[-1] - latent_dim
     fits = latent_dim % 64 == 0 and rope_dim > 0 and rope_dim % 16 == 0
-    if query.dtype not in ENTRIES or cache.dtype != query.dtype or not fits:
+    if query.dtype not in SHAPES or cache.dtype != query.dtype or not fits:
         return False
     aligned = cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.itemsize % 16 == 0
     strides = (query.data_ptr() // 2, query.stride(0), query.stride(1))
@@ -254,8 +333,7 @@ def _check(out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows) -> No
             "pages of a power of two"
         )
     numbers: Sequence[Tensor] = (
-        *(rows.row_start, rows.num_cached, rows.num_known, rows.num_nodes),
-        *(rows.page_table, rows.mask),
+        *(*rows.lengths, rows.page_table, rows.mask),
     )
     if any(number.dtype != torch.int32 for number in numbers):
         raise KernelError("row_start, lengths, page_table and mask are int32")

@@ -63,6 +63,14 @@ __device__ __forceinline__ void copy_async(SharedAddress to, const void* from, b
                  : "memory");
 }
 
+// 4 bytes, and until all that this thread has started so is there.
+__device__ __forceinline__ void copy_word_async(SharedAddress to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // A run of bytes (a multiple of 16, from and to 16-byte boundaries) on its way from global to
 // shared memory by the copy engine; the barrier counts what has landed. Called by several lanes,
 // each starts a copy of its own.
@@ -157,6 +165,10 @@ inline u32 bf16_pair(float low, float high) {
 inline void copy_async(SharedAddress to, const void* from, bool there) {
     simt::copy_later(simt::shared_pointer(to, 16), there ? from : nullptr, 16);
 }
+inline void copy_word_async(SharedAddress to, const void* from) {
+    simt::copy_later(simt::shared_pointer(to, 4), from, 4);
+}
+inline void wait_for_copies() { simt::copy_wait(); }
 inline u32 fresh_thread() { return threadIdx.x; }
 inline u32 fresh_block() { return blockIdx.x; }
 inline void barrier_init(SharedAddress barrier, int count) { simt::barrier_init(barrier, count); }

@@ -9,56 +9,33 @@
 // out         [T, H, C], as the query is typed; every row of row_start is written, 0 for padding
 // part_value  [2 G, rows, C] float32, part_norm [2 G, rows, 2] float32, ticket [G] int32, zero
 //             before the first launch: workspace for G blocks; rows is 72, or 8 in float32
+// piece, start  what plan_attention gives for G blocks
 // query       [T, H, C + D], strides between rows and heads given; cache [S, C + D], rows from
 //             16-byte boundaries on
 // row_start   [R + 1] int32, num_cached, num_known, num_nodes [R] int32: request r has rows
 //             row_start[r] .., num_known[r] + num_nodes[r] - 1 of them real, none with num_known 0
 // page_table  [R, pages] int32; mask [R, nodes, words] int32
 //
-// Grid G blocks of 256 threads, all resident at once (cooperative), whatever the lengths: these are
-// read on the device, and all blocks get equal shares of the work (verify_attention_work.cuh).
-// A block works through its pieces; parts of tiles that several blocks share are merged at the end,
-// by all of them (verify_attention_merge.cuh). One tile: verify_attention_tile.cuh, or _fp32.cuh.
+// Grid G blocks, all resident at once (cooperative), of 384 threads, 256 in float32. A block works
+// through the pieces of work that plan_attention dealt to it; parts of tiles that several blocks
+// share are merged at the end, by all of them (verify_attention_merge.cuh).
+//
+// In bf16 a block has four warps that multiply scores and weigh (verify_attention_score.cuh) and
+// eight that sum weighted values (verify_attention_value.cuh), each a step or two behind the other:
+// they meet at barriers in shared memory and nowhere else, so that scores of one step, weights of
+// the one before and values of the one before that are under way at once.
 //
 // Limits: C a multiple of 64, D of 16; pages of 2^n positions; any H and R; G <= 256. Shared memory
-// within 99 KB a block; bf16 takes all registers, one block a multiprocessor. For a fixed batch and
-// grid the result is fixed to the last bit.
+// within 99 KB a block. For a fixed batch and grid the result is fixed to the last bit.
 // Precision: bf16 weights are rounded to bf16 before they meet the values, as their sum is; the
 // result within 2^-7 of float64 in relative terms (norm of the difference over the norm), float32
 // within 1e-5.
 // Oracle: kernels/reference_attention.py and float64 (tests/gpu/test_verify_attention.py).
 
-#ifndef LATENT  // C
-#define LATENT 512
-#endif
-#ifndef ROPE  // D
-#define ROPE 64
-#endif
-#ifndef TALL_COST  // what a step costs with 65 to 72 rows, with 9 to 64, and with up to 8
-#define TALL_COST 11
-#endif
-#ifndef WIDE_COST
-#define WIDE_COST 10
-#endif
-#ifndef SHORT_COST
-#define SHORT_COST 4
-#endif
-#ifndef SETUP_COST  // of a tile, in steps
-#define SETUP_COST 3
-#endif
-#ifndef TALL  // rows of a tile at most: 72, or 64 to leave rows beyond to tiles of their own
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define TALL 64  // 72 take a few registers more than there are
-#else
-#define TALL 72
-#endif
-#endif
-#ifndef LAG  // nanoseconds by which half the warps start a piece later
-#define LAG 0
-#endif
-
 #include "verify_attention_fp32.cuh"
-#include "verify_attention_tile.cuh"
+#include "verify_attention_merge.cuh"
+#include "verify_attention_score.cuh"
+#include "verify_attention_value.cuh"
 
 #ifdef SHARED_BYTES  // what a launch gives a block
 static_assert(sizeof(Shared) <= SHARED_BYTES && sizeof(PlainShared) <= SHARED_BYTES_FP32, "shared");
@@ -66,12 +43,37 @@ static_assert(sizeof(Shared) <= SHARED_BYTES && sizeof(PlainShared) <= SHARED_BY
 
 extern __shared__ __align__(128) unsigned char memory[];
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention(
-    u16* out, float* part_value, float2* part_norm, int* ticket, const unsigned char* query,
-    const unsigned char* cache, const int* row_start, const int* num_cached, const int* num_known,
-    const int* num_nodes, const int* page_table, const u32* mask, i64 query_row_stride,
-    i64 query_head_stride, i64 cache_row_stride, int num_requests, int heads, int pages,
-    int page_shift, int nodes, int words, float scale, int least) {
+struct TensorLayout {
+    static constexpr int UNITS = VALUE_STEPS, PART_ROWS = TILE_ROWS, THREADS = BLOCK;
+    __device__ static int row_of(int, int lane, int k) { return lane % 4 * 2 + k % 2; }
+    __device__ static void write(u16* out, const Piece& piece, int unit, int heads, float4 x) {
+        const int eight = unit / UNITS * EIGHT;
+        const i64 packed = (i64)piece.first_row * heads + piece.first + eight;
+        write_fragment(out + packed * LATENT + 16 * (unit % UNITS), piece.rows - eight,
+                                  x);
+    }
+};
+
+__device__ __forceinline__ void open_barriers(Shared& s) {
+    for (int i = 0; i < SLOTS; ++i) {
+        barrier_init(shared_address(&s.landed[i]), 1);
+        barrier_init(shared_address(&s.freed[i]), VALUE_WARPS);
+    }
+    for (int i = 0; i < 2; ++i) {
+        barrier_init(shared_address(&s.weighed[i]), SCORE_WARPS);
+        for (int warp = 0; warp < SCORE_WARPS; ++warp) s.raised[i][warp] = ~0u;
+    }
+    barrier_init(shared_address(&s.normed), SCORE_WARPS);
+    order_before_copies();
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
+    u16* out, float4* part_value, float2* part_norm, int* ticket, const Piece* piece,
+    const int* start, const unsigned char* query, const unsigned char* cache,
+    const int* row_start, const int* num_cached, const int* num_known, const int* num_nodes,
+    const int* page_table, const u32* mask, i64 query_row_stride, i64 query_head_stride,
+    i64 cache_row_stride, int num_requests, int heads, int pages, int page_shift, int nodes,
+    int words, float scale) {
     Shared& s = *(Shared*)memory;
     const Attention in = {out,
                           {part_value, part_norm, ticket},
@@ -80,65 +82,87 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention(
                           2 * query_head_stride,
                           cache,
                           2 * cache_row_stride,
-                          {row_start, num_cached, num_known, num_nodes, page_table, mask,
-                           num_requests, heads, pages, page_shift, nodes, words},
+                          page_table,
+                          pages,
+                          page_shift,
+                          {mask, nodes, words},
+                          heads,
                           scale};
     if (threadIdx.x == 0) {
         s.num_waiting = 0;
-        open_barriers(s.barriers, true);
+        s.next = start[blockIdx.x];
+        s.last = start[blockIdx.x + 1];
+        s.end_step = 0;
+        s.pieces = ~0u;
+        open_barriers(s);
     }
-    open_deal<TensorShape>(s.deal, in.batch, least);
     __syncthreads();
 #pragma unroll 1
-    for (;;) {
-        if (threadIdx.x == 0) deal_piece<TensorShape>(s.deal, in.batch);
+    while (s.next < s.last) {
+        if (fresh_thread() < sizeof(Piece) / sizeof(int4))
+            ((int4*)&s.piece)[fresh_thread()] = ((const int4*)(piece + s.next))[fresh_thread()];
         __syncthreads();
-        if (!s.deal.dealt) break;
-        if (TALL > MAIN_ROWS && s.deal.piece.tile.rows > MAIN_ROWS)
-            attend<true, (TALL > MAIN_ROWS)>(s, in);
-        else if (s.deal.piece.tile.rows > EXTRA_ROWS)
-            attend<true, false>(s, in);
-        else
-            attend<false, true>(s, in);
-        if (threadIdx.x == 0) {
-            if (!s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
-            open_barriers(s.barriers, false);
+        if (fresh_thread() == 0) {
+            s.first_step = s.end_step;
+            s.end_step += s.piece.end - s.piece.begin;
+            ++s.next;
+            ++s.pieces;
         }
+        __syncthreads();
+        if (fresh_thread() < SCORE_WARPS * WARP)
+            score_piece(s, in);
+        else
+            sum_values(s, in);
+        if (!s.piece.whole()) announce(&ticket[s.piece.first_block]);
+        if (fresh_thread() == 0 && !s.piece.whole()) s.waiting[s.num_waiting++] = s.piece;
+        __syncthreads();
     }
-    clear_padding<LATENT>(out, in.batch);
+    const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
+                         heads,     pages,      page_shift, nodes};
+    clear_padding<LATENT / 8, BLOCK>(out, batch);
     for (int i = 0; i < s.num_waiting; ++i)
-        merge_share<TILE_ROWS, LATENT>(out, in.work, s.waiting[i], (float*)s.ring);
+        merge_share<TensorLayout>(out, part_value, part_norm, &ticket[s.waiting[i].first_block],
+                                  s.waiting[i], heads, (float4*)s.ring);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) verify_attention_fp32(
-    float* out, float* part_value, float2* part_norm, int* ticket, const float* query,
-    const float* cache, const int* row_start, const int* num_cached, const int* num_known,
-    const int* num_nodes, const int* page_table, const u32* mask, i64 query_row_stride,
-    i64 query_head_stride, i64 cache_row_stride, int num_requests, int heads, int pages,
-    int page_shift, int nodes, int words, float scale, int least) {
+extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1) verify_attention_fp32(
+    float* out, float4* part_value, float2* part_norm, int* ticket, const Piece* piece,
+    const int* start, const float* query, const float* cache, const int* row_start,
+    const int* num_cached, const int* num_known, const int* num_nodes, const int* page_table,
+    const u32* mask, i64 query_row_stride, i64 query_head_stride, i64 cache_row_stride,
+    int num_requests, int heads, int pages, int page_shift, int nodes, int words, float scale) {
     PlainShared& s = *(PlainShared*)memory;
     const PlainAttention in = {out,
-                               {part_value, part_norm, ticket},
+                               (float*)part_value,
+                               part_norm,
                                query,
                                query_row_stride,
                                query_head_stride,
                                cache,
                                cache_row_stride,
-                               {row_start, num_cached, num_known, num_nodes, page_table, mask,
-                                num_requests, heads, pages, page_shift, nodes, words},
+                               page_table,
+                               pages,
+                               page_shift,
+                               {mask, nodes, words},
+                               heads,
                                scale};
+    const int first = start[blockIdx.x], last = start[blockIdx.x + 1];
     if (threadIdx.x == 0) s.num_waiting = 0;
-    open_deal<PlainShape>(s.deal, in.batch, least);
-    __syncthreads();
-    for (;;) {
-        if (threadIdx.x == 0) deal_piece<PlainShape>(s.deal, in.batch);
+    for (int i = first; i < last; ++i) {
         __syncthreads();
-        if (!s.deal.dealt) break;
+        if (threadIdx.x < sizeof(Piece) / sizeof(int4))
+            ((int4*)&s.piece)[threadIdx.x] = ((const int4*)(piece + i))[threadIdx.x];
+        __syncthreads();
         attend_plain(s, in);
-        if (threadIdx.x == 0 && !s.deal.piece.whole()) s.waiting[s.num_waiting++] = s.deal.piece;
-        __syncthreads();
+        if (s.piece.whole()) continue;
+        announce(&ticket[s.piece.first_block]);
+        if (threadIdx.x == 0) s.waiting[s.num_waiting++] = s.piece;
     }
-    clear_padding<LATENT>(out, in.batch);
+    __syncthreads();
+    const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
+                         heads,     pages,      page_shift, nodes};
+    clear_padding<LATENT / 4, PLAIN_THREADS>(out, batch);
     for (int i = 0; i < s.num_waiting; ++i)
-        merge_share<PLAIN_ROWS, LATENT>(out, in.work, s.waiting[i], s.scratch);
+        merge_share<PlainLayout>(out, part_value, part_norm, &ticket[s.waiting[i].first_block],
+                                 s.waiting[i], heads, s.scratch);
 }

@@ -62,7 +62,8 @@ def attend(attention: CudaAttention, case: Case, rows: AttentionRows, scale: flo
     latent = 512 if case.query.shape[2] == 576 else 64
     out = torch.full((*case.query.shape[:2], latent), torch.nan, device="cuda")
     out = out.to(case.query.dtype)
-    attention.attend(out, case.query, case.cache, rows, scale)
+    schedule = attention.schedule(rows, case.query.dtype, case.query.shape[1])
+    attention.attend(out, case.query, case.cache, rows, schedule, scale)
     return out
 
 
@@ -188,11 +189,16 @@ def test_a_graph_replays_on_new_lengths(attention: CudaAttention, dtype: torch.d
     query = torch.zeros(requests * nodes, 8, 576, dtype=dtype, device="cuda")
     out = torch.empty(requests * nodes, 8, 512, dtype=dtype, device="cuda")
     held = holder(requests, nodes, pages)
-    attention.attend(out, query, cache, held, SCALE[KIMI])
+
+    def run() -> None:
+        schedule = attention.schedule(held, dtype, 8)
+        attention.attend(out, query, cache, held, schedule, SCALE[KIMI])
+
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attention.attend(out, query, cache, held, SCALE[KIMI])
+        run()
     for case in steps:
         fill(held, case)
         cache[: len(case.cache)] = case.cache
@@ -231,7 +237,9 @@ def fill(held: AttentionRows, case: Case) -> None:
 def test_nothing_beyond_the_outputs_is_written(attention: CudaAttention) -> None:
     case = make([Part(100, nodes=9), Part(5000, nodes=2, padding=3)], torch.bfloat16)
     fence = torch.full((case.num_rows + 2, 8, 512), -7.0, device="cuda").bfloat16()
-    attention.attend(fence[1:-1], case.query, case.cache, case.rows("cuda"), SCALE[KIMI])
+    rows = case.rows("cuda")
+    schedule = attention.schedule(rows, torch.bfloat16, 8)
+    attention.attend(fence[1:-1], case.query, case.cache, rows, schedule, SCALE[KIMI])
     assert (fence[0] == -7).all() and (fence[-1] == -7).all()
     assert difference(fence[1:-1], expected(case, SCALE[KIMI], 512)) < BOUND[torch.bfloat16]
 
@@ -249,8 +257,9 @@ def test_a_batch_of_the_host_gives_the_same(attention: CudaAttention) -> None:
 def test_what_the_kernel_does_not_take_is_refused(attention: CudaAttention) -> None:
     case = make([Part(100, nodes=2)], torch.bfloat16)
     rows = case.rows("cuda")
+    schedule = attention.schedule(rows, torch.bfloat16, 8)
     out = torch.empty(2, 8, 512, device="cuda").bfloat16()
     with pytest.raises(KernelError, match="power of two"):
-        attention.attend(out, case.query, case.cache, replace(rows, page_size=48), 1.0)
+        attention.attend(out, case.query, case.cache, replace(rows, page_size=48), schedule, 1.0)
     with pytest.raises(KernelError, match="bfloat16 or float32"):
-        attention.attend(out.half(), case.query.half(), case.cache.half(), rows, 1.0)
+        attention.attend(out.half(), case.query.half(), case.cache.half(), rows, schedule, 1.0)

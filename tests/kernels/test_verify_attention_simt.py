@@ -35,7 +35,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 def attend(case: Case, latent: int, *, blocks: int = 1, least: int = 1, seed: int = 0) -> Tensor:
     attention = CudaAttention(simt_loader(seed), plan=AttentionPlan(blocks, least))
     out = torch.full((*case.query.shape[:2], latent), torch.nan, dtype=case.query.dtype)
-    attention.attend(out, case.query, case.cache, case.rows(), SCALE)
+    rows = case.rows()
+    schedule = attention.schedule(rows, case.query.dtype, case.query.shape[1])
+    attention.attend(out, case.query, case.cache, rows, schedule, SCALE)
     return out
 
 

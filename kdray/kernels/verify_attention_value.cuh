@@ -1,0 +1,171 @@
+// A value warp: sums of weighted values in 16-dimension tiles `warp`, `warp` + 8, .. for all rows
+// of the tile; in its turn it brings the keys of a step. Results are dimensions by rows (M by N): A
+// fragments are values, B fragments weights, and lane 4 g + t has dimensions g and g + 8 of rows 2t
+// and 2t + 1.
+#pragma once
+
+#include "verify_attention_ring.cuh"
+
+// 16 dimensions of the first `rows` of eight rows. Lanes whose dimensions are neighbours
+// exchange, so that each writes pairs: one row's the one, the next row's the other.
+__device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
+    const u32 lane = fresh_thread() % WARP, odd = lane / 4 % 2;
+    const float low = __shfl_xor_sync(ALL_LANES, odd ? x.x : x.y, 4);
+    const float high = __shfl_xor_sync(ALL_LANES, odd ? x.z : x.w, 4);
+    const int row = lane % 4 * 2 + odd;
+    if (row >= rows) return;
+    u32* const to = (u32*)(out + row * LATENT + lane / 4 - odd);
+    to[0] = odd ? bf16_pair(low, x.y) : bf16_pair(x.x, low);
+    to[4] = odd ? bf16_pair(high, x.w) : bf16_pair(x.z, high);
+}
+
+#ifndef AT_ONCE
+#define AT_ONCE 2
+#endif
+template <int EIGHTS>  // of rows, or more than there are
+struct ValueWarp {
+    Shared& s;
+    const Attention& in;
+    float value[VALUE_TILES][EIGHTS][4];
+
+    __device__ ValueWarp(Shared& shared, const Attention& attention) : s(shared), in(attention) {
+#pragma unroll
+        for (int i = 0; i < VALUE_TILES * EIGHTS * 4; ++i) (&value[0][0][0])[i] = 0;
+    }
+    __device__ static u32 lane_now() { return fresh_thread() % WARP; }
+    __device__ static u32 warp_now() { return fresh_thread() / WARP - SCORE_WARPS; }
+
+    __device__ u32 tile(int m) const { return warp_now() + VALUE_WARPS * m; }
+    __device__ bool has(int m) const {
+        return m < VALUE_TILES && (VALUE_STEPS % VALUE_WARPS == 0 || tile(m) < VALUE_STEPS);
+    }
+
+    __device__ void run() {
+        const Ring ring = {s, in};
+        u32 step = s.first_step;
+        ring.begin();
+#pragma unroll 1
+        for (u32 ahead = step; ahead < step + SLOTS - 1 && ahead < s.end_step; ++ahead)
+            if (ring.mine(ahead)) ring.bring(ahead);
+#pragma unroll 1
+        for (; step < s.end_step; ++step) {
+            const u32 next = step + SLOTS - 1;
+            barrier_wait(shared_address(&s.weighed[step % 2]), step / 2 % 2);
+            if (ring.mine(next) && next < s.end_step) ring.bring(next);
+            rescale(step);
+            add(step);
+            arrive(s.freed[slot_of(step)]);
+        }
+        barrier_wait(shared_address(&s.normed), s.pieces % 2);
+        if (s.piece.whole())
+            write_result();
+        else
+            write_part();
+    }
+
+    // What has been added is made relative to the maxima of the step where that raised any.
+    __device__ void rescale(u32 step) {
+        const u32 lane = lane_now();
+        const u32* const raised = s.raised[step % 2];
+        const uint4 last = *(const uint4*)raised;
+        if (last.x != step && last.y != step && last.z != step && last.w != step) return;
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) {
+            if (raised[n % SCORE_WARPS] != step) continue;
+            const float2 by = *(const float2*)&s.rescale[step % 2][EIGHT * n + lane % 4 * 2];
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m) {
+                value[m][n][0] *= by.x;
+                value[m][n][1] *= by.y;
+                value[m][n][2] *= by.x;
+                value[m][n][3] *= by.y;
+            }
+        }
+    }
+
+    // Four matrices are two eights' weights of 16 keys, or 16 dimensions of 16 keys.
+    __device__ void add(u32 step) {
+        const u32 lane = lane_now();
+        const SharedAddress weights =
+            shared_address(s.weights[step % 2]) +
+            weight_place(lane / 16 * EIGHT + lane % 8, lane / 8 % 2);
+        const SharedAddress slot = shared_address(s.ring) + slot_of(step) * SLOT_BYTES +
+                                   (lane / 16 * EIGHT + lane % 8) * STRIDE + lane / 8 % 2 * 16 +
+                                   32 * warp_now();
+#pragma unroll
+        for (int m = 0; m < VALUE_TILES; m += AT_ONCE) {
+            u32 v[AT_ONCE][4];
+            u32 w[2][4];
+            if (m > 0) __syncwarp();  // else the compiler loads all values first, and spills
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (has(m + i)) load_matrices_transposed(v[i], slot + 32 * VALUE_WARPS * (m + i));
+            load_matrices(w[0], weights);
+#pragma unroll
+            for (int n = 0; n < EIGHTS; n += 2) {
+                if (n + 2 < EIGHTS)
+                    load_matrices(w[(n / 2 + 1) % 2], weights + (n + 2) * EIGHT * 2 * STEP);
+                const u32(&p)[4] = w[n / 2 % 2];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (!has(m + i)) continue;
+                    const u32(&a)[4] = v[i];
+                    multiply_add(value[m + i][n], a[0], a[1], a[2], a[3], p[0], p[1]);
+                    if (n + 1 < EIGHTS)
+                        multiply_add(value[m + i][n + 1], a[0], a[1], a[2], a[3], p[2], p[3]);
+                }
+            }
+        }
+    }
+
+    // Fragments as they are, so that a warp writes 512 bytes at a time.
+    __device__ void write_part() const {
+        const int eights = s.piece.eights();
+        const u32 lane = lane_now();
+        float4* const part =
+            in.work.value +
+            (i64)s.piece.part(s.piece.number) * (TILE_ROWS / EIGHT * VALUE_STEPS * WARP) + lane;
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) {
+            if (n >= eights) return;
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m) {
+                const float(&x)[4] = value[m][n];
+                if (has(m)) part[(n * VALUE_STEPS + tile(m)) * WARP] = {x[0], x[1], x[2], x[3]};
+            }
+        }
+    }
+    __device__ void write_result() const {
+        const int eights = s.piece.eights();
+        const u32 lane = lane_now();
+        const i64 packed = (i64)s.piece.first_row * in.heads + s.piece.first;
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) {
+            if (n >= eights) return;
+            const u32 row = EIGHT * n + lane % 4 * 2;
+            const float by[2] = {1.0f / s.norm[row].y, 1.0f / s.norm[row + 1].y};
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m) {
+                const float(&x)[4] = value[m][n];
+                if (has(m))
+                    write_fragment(in.out + (packed + EIGHT * n) * LATENT + 16 * tile(m),
+                                   s.piece.rows - EIGHT * n,
+                                   {x[0] * by[0], x[1] * by[1], x[2] * by[0], x[3] * by[1]});
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void sum_values(Shared& s, const Attention& in) {
+    const int eights = s.piece.eights();
+    if (eights > 8)
+        ValueWarp<9>(s, in).run();
+    else if (eights > 5)
+        ValueWarp<8>(s, in).run();
+    else if (eights > 3)
+        ValueWarp<5>(s, in).run();
+    else if (eights > 1)
+        ValueWarp<3>(s, in).run();
+    else
+        ValueWarp<1>(s, in).run();
+}
