@@ -15,82 +15,36 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from batch_lines import TEXT, Line
+from batch_lines import Line
+from chaos_faults import Fault, Trouble
+from chaos_load import Load, Reply, answer_all, request_lines
 from record import Record
-from traffic import Visit, demo_prompts, draw_visits
 
 from kdray.actors.cluster import connect
 from kdray.arguments import HelpFormatter, add_engine_arguments, engine_config
 from kdray.config import EngineConfig, FaultPolicy
-from kdray.core.request import SamplingParams
-from kdray.engine import resolve
 from kdray.errors import KdrayError
 from kdray.model.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # these import Ray, which reads its environment then: connect() sets that up
-    from offline import Offline
-
+if TYPE_CHECKING:  # it imports Ray, which reads its environment then: connect() sets that up
     from kdray.actors.supervised import SupervisedEngine
-    from kdray.serve.replay import ReplayingClient
 
-STOPS = (".", " the", "\n\n")
 # Sound steps take milliseconds to a second here; a hang lasts for ever. A window this short lets
 # the engine be started again as often as it is broken.
 POLICY = FaultPolicy(
     step_floor_s=8.0, start_steps=20, start_floor_s=15.0, pulse_timeout_s=8.0, window_s=1.0
 )
-_POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a request's reader got; tokens as far as they count."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    completion_tokens: int | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What to do to which rank: SIGKILL ends it, SIGSTOP makes it hang."""
-
-    kind: str
-    rank: int
-
-    @property
-    def signal(self) -> signal.Signals:
-        return signal.SIGSTOP if self.kind == "hang" else signal.SIGKILL
-
-
-@dataclass(slots=True)
-class Load:
-    """The requests as they run; `shown` is when any reader last got text."""
-
-    replies: dict[int, Reply] = field(default_factory=dict)
-    shown: float = 0.0
-    longest_silence_s: float = 0.0
-
-    def show(self, text: str) -> None:
-        now = time.monotonic()
-        if self.shown:
-            self.longest_silence_s = max(self.longest_silence_s, now - self.shown)
-        self.shown = now
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     wished = engine_config(arguments)
     if wished.tp < 2:
         raise KdrayError("faults of ranks need at least two: --tp 2")
-    config = replace(wished, faults=POLICY)
+    config = wished if arguments.faults else replace(wished, faults=POLICY)
     record = Record("chaos", vars(arguments) | {"out": None}, arguments.out)
-    lines = list(islice(request_lines(config, arguments), arguments.requests))
+    coming = request_lines(config, seed=arguments.seed, most_tokens=arguments.max_tokens)
+    lines = list(islice(coming, arguments.requests))
     connect(min_cpus=config.tp + 1)
     good = asyncio.run(both(config, arguments, lines, record))
     record.finish()
@@ -121,35 +76,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def request_lines(config: EngineConfig, arguments: argparse.Namespace) -> Iterator[Line]:
-    """Endless completions of the demo's prompts, drawn in all ways that clients draw."""
-    facts = resolve(config)
-    prompts = demo_prompts(facts)
-    visits = draw_visits(prompts, seed=arguments.seed, most_tokens=arguments.max_tokens)
-    for number, visit in enumerate(visits, start=1):
-        stop = [STOPS[number // 8 % len(STOPS)]] if number % 8 == 0 else []
-        body = body_of(visit, stop, facts.max_model_len)
-        yield Line(number=number, source={}, path=TEXT, body=body)
-
-
-def body_of(visit: Visit, stop: Sequence[str], longest: int) -> dict[str, Any]:
-    sampling: SamplingParams = visit.sampling
-    return {
-        "prompt": list(visit.prompt),
-        "max_tokens": min(sampling.max_tokens, longest - len(visit.prompt)),
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": {str(token): value for token, value in sampling.logit_bias},
-        "ignore_eos": True,
-        "stop": list(stop),
-    }
-
-
 async def both(
     config: EngineConfig, arguments: argparse.Namespace, lines: list[Line], record: Record
 ) -> bool:
@@ -157,8 +83,8 @@ async def both(
 
     engine = await asyncio.to_thread(SupervisedEngine.start, config)
     try:
-        peaceful = await run(engine, lines, arguments, record, disturb=None)
-        disturbed = await run(engine, lines, arguments, record, disturb=disturb)
+        peaceful = await run(engine, lines, arguments, record, troubled=False)
+        disturbed = await run(engine, lines, arguments, record, troubled=True)
     finally:
         await asyncio.to_thread(engine.stop)
     return judge(peaceful, disturbed, record)
@@ -166,17 +92,10 @@ async def both(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run: its replies by line, the faults that fell into it, the client's event counters."""
+    """A run: its replies by line, and the faults that fell into it."""
 
     replies: dict[int, Reply]
     faults: list[Fault]
-    events: dict[str, int]
-
-
-Disturb = Callable[
-    ["SupervisedEngine", "ReplayingClient", Load, argparse.Namespace, Record, list[Fault]],
-    Awaitable[None],
-]
 
 
 async def run(
@@ -184,7 +103,8 @@ async def run(
     lines: Sequence[Line],
     arguments: argparse.Namespace,
     record: Record,
-    disturb: Disturb | None,
+    *,
+    troubled: bool,
 ) -> Outcome:
     """All lines, so many at a time, in order of arrival."""
     from offline import Offline
@@ -195,37 +115,18 @@ async def run(
     tokenizer = Tokenizer.from_folder(engine.info["model_folder"])
     endpoint = Offline(client, tokenizer, "chaos")
     load, coming = Load(), iter(lines)
-    faults: list[Fault] = []
+    trouble = Trouble(engine.supervisor, client.events, load, record)
     start = time.monotonic()
-    troubling = (
-        asyncio.create_task(disturb(engine, client, load, arguments, record, faults))
-        if disturb
-        else None
-    )
+    striking = asyncio.create_task(trouble.strike(arguments.kill_every_s)) if troubled else None
     readers = (answer_all(endpoint, coming, load) for _ in range(arguments.concurrency))
     await asyncio.gather(*readers)
     seconds = time.monotonic() - start
-    if troubling is not None:
-        troubling.cancel()
-        await asyncio.gather(troubling, return_exceptions=True)
+    if striking is not None and not striking.cancel():
+        striking.result()  # it ends by itself only with an error
     events = client.events.totals()
     await client.close()
-    note(record, "chaos" if disturb else "peace", load, seconds, events)
-    return Outcome(load.replies, faults, events)
-
-
-async def answer_all(endpoint: Offline, coming: Iterator[Line], load: Load) -> None:
-    for line in coming:
-        answer = await endpoint.stream(line, load.show)
-        choice = answer.body.get("choices", [{}])[0]
-        used = (answer.body.get("usage") or {}).get("completion_tokens")
-        load.replies[line.number] = Reply(
-            text=answer.text,
-            token_ids=tuple(answer.token_ids[:used]),
-            finish_reason=choice.get("finish_reason"),
-            completion_tokens=used,
-            error=answer.error,
-        )
+    note(record, "chaos" if troubled else "peace", load, seconds, events)
+    return Outcome(load.replies, trouble.faults)
 
 
 def note(record: Record, name: str, load: Load, seconds: float, events: dict[str, int]) -> None:
@@ -244,55 +145,10 @@ def note(record: Record, name: str, load: Load, seconds: float, events: dict[str
     )
 
 
-def planned_faults() -> Iterator[Fault]:
-    """Kills of rank 1, but the third of rank 0; a hang of each behind the first and the fourth."""
-    for number in count():
-        yield Fault("driver killed", 0) if number == 2 else Fault("rank killed", 1)
-        if number in (0, 3):
-            yield Fault("hang", 1 if number == 0 else 0)
-
-
-async def disturb(
-    engine: SupervisedEngine,
-    client: ReplayingClient,
-    load: Load,
-    arguments: argparse.Namespace,
-    record: Record,
-    faults: list[Fault],
-) -> None:
-    """Kills at multiples of the period and hangs halfway between, each in a gang that is up; a time
-    that passes while there is none is left out."""
-    start, every_s = time.monotonic(), arguments.kill_every_s
-    for fault in planned_faults():
-        shift = every_s / 2 if fault.kind == "hang" else 0.0
-        await asyncio.sleep(every_s - (time.monotonic() - start - shift) % every_s)
-        restarts = client.events.totals()["restarts_total"]
-        while not (pids := await engine.supervisor.pids.remote()):
-            await asyncio.sleep(_POLL_S)
-        struck = time.monotonic()
-        os.kill(pids[fault.rank], fault.signal)
-        faults.append(fault)
-        while client.events.totals()["restarts_total"] == restarts:
-            await asyncio.sleep(_POLL_S)
-        up = time.monotonic()
-        while load.shown < up:
-            await asyncio.sleep(_POLL_S)
-        record.add(
-            {"fault": fault.kind, "rank": fault.rank},
-            {},
-            {
-                "at_s": struck - start,
-                "up_again_s": up - struck,
-                "first_text_s": load.shown - struck,
-                "done": float(len(load.replies)),
-            },
-        )
-
-
 def judge(peaceful: Outcome, disturbed: Outcome, record: Record) -> bool:
     """Compares the two; the last row is the verdict."""
     lost = [n for n in peaceful.replies if n not in disturbed.replies]
-    failed = [n for n, reply in disturbed.replies.items() if reply.error or reply.text == ""]
+    failed = [n for n, reply in disturbed.replies.items() if reply.error]
     differing = [n for n, reply in disturbed.replies.items() if reply != peaceful.replies[n]]
     kinds = [fault.kind for fault in disturbed.faults]
     counted = {kind: kinds.count(kind) for kind in ("rank killed", "driver killed", "hang")}
