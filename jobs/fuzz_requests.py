@@ -180,7 +180,7 @@ def _of_kind(kind: str, schema: Json) -> st.SearchStrategy[Any]:
             least = schema.get("exclusiveMinimum", low)
             return st.floats(least, high, exclude_min="exclusiveMinimum" in schema)
         case "string":
-            return st.text(max_size=20)
+            return st.text(min_size=schema.get("minLength", 0), max_size=20)
         case "array":
             items = values(schema.get("items", {"type": "null"}))
             return st.lists(items, min_size=schema.get("minItems", 0), max_size=3)

@@ -39,9 +39,12 @@ class Fields:
         return value if isinstance(value, bool) else self.refuse(name, "true or false")
 
     def integer(self, name: str, default: Default) -> int | Default:
+        """8.0 is an integer as well, as JSON Schema has it."""
         value = self.raw(name)
         if value is None:
             return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         return value if is_integer(value) else self.refuse(name, "an integer of at most 64 bits")
 
     def number(self, name: str, default: Default) -> float | Default:

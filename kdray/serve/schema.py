@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kdray.core.profile import ACTIVITIES, MAX_STEPS
+from kdray.serve.openai import (
+    MAX_BIASED_TOKENS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TIMEOUT_S,
+)
 
 Json = dict[str, Any]
 
@@ -12,6 +19,7 @@ _NULLABLE_TEXT: Json = {"type": ["string", "null"]}
 _FLAG: Json = {"type": ["boolean", "null"]}
 _COUNT: Json = {"type": ["integer", "null"], "minimum": 1}
 _STRINGS: Json = {"type": "array", "items": {"type": "string"}}
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TOKENS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -26,7 +34,7 @@ _SHARED: Json = {
     "max_completion_tokens": _COUNT,
     "min_tokens": {"type": ["integer", "null"], "minimum": 0},
     "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"type": ["integer", "null"], "minimum": -1},
     "min_p": _number(0, 1),
     "presence_penalty": _number(-2, 2),
@@ -35,12 +43,23 @@ _SHARED: Json = {
     "logit_bias": {
         "type": ["object", "null"],
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASED_TOKENS,
     },
     "seed": {"type": ["integer", "null"], "minimum": 0},
-    "stop": {"oneOf": [{"type": "string"}, _STRINGS, {"type": "null"}]},
-    "stop_token_ids": {**_TOKENS, "type": ["array", "null"]},
+    "stop": {
+        "oneOf": [
+            _STOP,
+            {"type": "array", "items": _STOP, "maxItems": MAX_STOPS},
+            {"type": "null"},
+        ]
+    },
+    "stop_token_ids": {**_TOKENS, "type": ["array", "null"], "maxItems": MAX_STOP_TOKENS},
     "ignore_eos": _FLAG,
-    "timeout_s": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 86400},
+    "timeout_s": {
+        "type": ["number", "null"],
+        "exclusiveMinimum": 0,
+        "maximum": MAX_TIMEOUT_S,
+    },
     "stream": _FLAG,
     "stream_options": {
         "type": ["object", "null"],

@@ -116,7 +116,7 @@ WRONG = [
     ("max_tokens", -1),
     ("max_tokens", 2**31),
     ("max_tokens", "7"),
-    ("max_tokens", 7.0),
+    ("max_tokens", 7.5),
     ("max_tokens", True),
     ("max_completion_tokens", 0),
     ("min_tokens", -1),
@@ -259,3 +259,10 @@ def test_messages_must_be_objects(messages: Any) -> None:
 
 def test_min_tokens_beyond_max_tokens() -> None:
     assert refusal(b'{"prompt": "hi", "max_tokens": 2, "min_tokens": 3}').param == "min_tokens"
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    raw = b'{"prompt": "hi", "max_tokens": 7.0, "n": 2e0}'
+    options = parse_completion(raw, vocab_size=300).options
+    assert (options.max_tokens, options.choices) == (7, 2)
+    assert type(options.max_tokens) is int
