@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from safetensors.torch import load_file, save_file
 
 from kdray.actors.gang import Gang
 from kdray.core.request import SamplingParams
@@ -128,6 +131,35 @@ def test_a_wrong_request_is_refused_to_its_caller(folder: Path) -> None:
         assert caught.value.cause.param == "max_tokens"
     finally:
         gang.stop()
+
+
+def test_broken_logits_end_their_request_alone(tmp_path: Path) -> None:
+    poison, sampling = 90, replace(GREEDY, logit_bias=((90, -100.0),))
+    broken = tiny.save_plain(tmp_path, "wide_tp")
+    [file] = broken.glob("*.safetensors")
+    weights = load_file(file)
+    config = model_config(broken, page_size=4, max_requests=4)
+    expected = run(config, PROMPTS[:1], sampling)[0][0]
+    weights["model.embed_tokens.weight"][poison] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    gang = Gang.start(replace(config, tp=2))
+    try:
+        messages = gang.driver.outputs.options(num_returns="streaming").remote()
+        ray.get(gang.driver.submit.remote("bad", (5, poison, 6), sampling))
+        ray.get(gang.driver.submit.remote("good", tuple(PROMPTS[0]), sampling))
+        gained: dict[str, list[int]] = {"bad": [], "good": []}
+        ended: dict[str, tuple[str, str | None]] = {}
+        while len(ended) < 2:
+            for request_id, tokens, _, reason, error in ray.get(next(messages)):
+                gained[request_id] += tokens
+                if reason is not None:
+                    ended[request_id] = (reason, error)
+    finally:
+        gang.stop()
+    assert gained == {"bad": [], "good": expected}
+    assert ended["good"] == ("length", None)
+    assert ended["bad"][0] == "error" and "request bad: no finite logit" in str(ended["bad"][1])
+    wait_until_gone(gang.pids.values())
 
 
 @pytest.fixture
