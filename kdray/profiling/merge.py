@@ -198,17 +198,17 @@ def _events(lane: Lane, tids: Mapping[Track, int], origin: int) -> Iterator[Json
             "ts": (arrow.at_ns - origin) / 1000,
             "name": arrow.name,
             "cat": arrow.kind,
-            "id": f"{lane.pid}-{arrow.kind}-{arrow.number}",  # ranks count alike
+            "id": f"{lane.pid}-{arrow.kind}-{arrow.mark}",  # ranks count alike
         }
         yield event if arrow.is_start else event | {"bp": "e"}
 
 
 def _whole_arrows(arrows: Iterable[Arrow], tids: Mapping[Track, int]) -> list[Arrow]:
     """Arrows with both ends on tracks that are there."""
-    found: defaultdict[tuple[str, int], list[Arrow]] = defaultdict(list)
+    found: defaultdict[tuple[str, str], list[Arrow]] = defaultdict(list)
     for arrow in arrows:
         if arrow.track in tids:
-            found[arrow.kind, arrow.number].append(arrow)
+            found[arrow.kind, arrow.mark].append(arrow)
     pairs = (ends for ends in found.values() if {end.is_start for end in ends} == {True, False})
     return [end for ends in pairs for end in ends]
 

@@ -127,7 +127,7 @@ class Recorder:
             torch.cuda.profiler.start()
             return
         if "MEM" in options.activities and self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         kinds = [ProfilerActivity.CPU] if "CPU" in options.activities else []
         if "GPU" in options.activities and self._on_gpu:
             kinds.append(ProfilerActivity.CUDA)
@@ -141,7 +141,7 @@ class Recorder:
             recording.profiler.start()
 
     def _stop(self, recording: _Recording) -> None:
-        if self._on_gpu:
+        if self._on_gpu and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what was launched in the last step belongs to it
         if "CUDA_PROFILER" in recording.order.options.activities:
             torch.cuda.profiler.stop()

@@ -42,12 +42,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """One end of an arrow between two slices; both ends share a number."""
+    """One end of an arrow between two slices; both ends share a mark."""
 
     track: Track
     name: str
     kind: str
-    number: int
+    mark: str
     is_start: bool
     at_ns: int
 
@@ -109,7 +109,7 @@ def _arrows(events: list[Json], base_ns: int) -> Iterator[Arrow]:
                 track=_track(event),
                 name=str(event["name"]),
                 kind=str(event.get("cat", "")),
-                number=int(event["id"]),
+                mark=str(event["id"]),
                 is_start=event["ph"] == "s",
                 at_ns=_ns(event["ts"], base_ns),
             )
