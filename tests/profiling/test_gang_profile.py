@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections import Counter
@@ -18,6 +19,7 @@ from kdray.core.request import SamplingParams
 from kdray.errors import ConfigError, ProfileConflict
 from kdray.profiling.check import problems
 from kdray.profiling.merge import DRIVER_PID, FIRST_RANK_PID
+from kdray.serve.profiles import DriverProfiles
 from tests.harness import model_config
 from tests.model import tiny
 
@@ -124,3 +126,24 @@ def test_one_at_a_time(gang: Gang, profile: dict[str, Any]) -> None:
 def test_what_a_cpu_cannot_record_is_refused(gang: Gang) -> None:
     with pytest.raises(ConfigError, match="no GPU"):
         start(gang, activities=frozenset({"GPU"}))
+
+
+def test_the_endpoint_s_way_to_them(gang: Gang, profile: dict[str, Any]) -> None:
+    """Errors of the driver's process arrive as themselves."""
+
+    async def ask() -> None:
+        profiles = DriverProfiles(gang.driver)
+        assert profile["id"] in await profiles.names()
+        assert (await profiles.status(profile["id"]))["state"] == "done"
+        assert (await profiles.read(profile["id"], "summary.txt")).startswith(b"rank 0\n")
+        for missing in (profiles.status("nothing"), profiles.read(profile["id"], "nothing")):
+            with pytest.raises(KeyError):
+                await missing
+        with pytest.raises(ConfigError, match="no GPU"):
+            await profiles.start(ProfileOptions(activities=frozenset({"GPU"})))
+        await profiles.start(ProfileOptions(num_steps=1))
+        with pytest.raises(ProfileConflict):
+            await profiles.start(ProfileOptions())
+        assert (await profiles.stop())["steps"] == 0
+
+    asyncio.run(ask())
