@@ -107,6 +107,18 @@ def test_the_judge(status: int, body: bytes, is_fine: bool) -> None:
     assert (fuzz.problem_of(status, body, is_head=False) is None) == is_fine
 
 
+def test_routes_are_told_apart() -> None:
+    routes = ["/v1/models", "/profiles", "/health"]
+    for path, route in (
+        ("/v1/models/a/b?c", "/v1/models"),
+        ("/profiles/../x", "/profiles"),
+        ("/health?", "/health"),
+        ("/healthy", "elsewhere"),
+        ("/", "elsewhere"),
+    ):
+        assert fuzz.route_of(path, routes) == route
+
+
 def test_a_server_that_keeps_something_is_not_as_before() -> None:
     before = {"health": 200, "kdray_pages_used": 0.0}
     assert fuzz.differences(before, dict(before)) == []
