@@ -5,8 +5,9 @@
     python jobs/fuzz.py --url http://127.0.0.1:8000                # one that runs; it will be busy
 
 Requests are drawn by hypothesis from the server's /openapi.json (fuzz_requests.py), the same ones
-for the same --seed; about five in six are refused. Before and after, the server must answer /health and give one greedy
-completion, the same both times; afterwards nothing may be left open, queued or in the KV pages.
+for the same --seed; about five in six are refused. Before and after, the server must answer /health
+and give one greedy completion, the same both times; afterwards nothing may be left open, queued or
+in the KV pages.
 """
 
 from __future__ import annotations
