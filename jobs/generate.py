@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,17 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def look_ahead(config: EngineConfig, arguments: argparse.Namespace) -> None:
-    """Say before anything starts what the model's files tell; on a cluster only ranks may have
-    them."""
+    """Say before anything starts what the model's files tell, where they are here: on a cluster
+    only ranks may have them, and GPUs."""
     from kdray.engine import resolve
 
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    facts = resolve(config)
+    shared = bool(os.environ.get("RAY_ADDRESS"))
+    try:
+        facts = resolve(replace(config, device="cpu") if shared else config)
+    except KdrayError:
+        if shared:
+            return
+        raise
     if arguments.max_tokens >= facts.max_model_len:
         raise KdrayError(
             f"--max-tokens {arguments.max_tokens} leaves no room for a prompt; the most this engine"

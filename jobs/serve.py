@@ -14,7 +14,6 @@ the cause. Keys: KDRAY_API_KEYS and KDRAY_ADMIN_KEYS, or files of them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import logging
@@ -24,7 +23,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,15 +102,22 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
     import ray
 
     from kdray.actors.supervised import SupervisedEngine
+    from kdray.serve import deployment
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
+        deployment.prepare(arguments.host, arguments.port)
         print(f"starting {config.model} on {config.tp} rank(s) ...", flush=True)
-        engine = SupervisedEngine.start(config, placement)
+        engine = None
         try:
-            with endpoint(engine, keys, arguments) as address:
-                attend(address, sample=not arguments.no_sample)
+            engine = SupervisedEngine.start(config, placement)
+            attend(endpoint(engine, keys, arguments), sample=not arguments.no_sample)
         finally:
-            engine.stop()
+            # The endpoint first, once what is open has ended. In a cluster that others use nothing
+            # of ours may stay; our own one ends with this process.
+            deployment.stop(leave_serve="RAY_ADDRESS" not in os.environ)
+            if engine is not None:
+                engine.stop()
     finally:
         ray.shutdown()
 
@@ -177,16 +183,12 @@ def stop_on_signals() -> threading.Event:
     return stopped
 
 
-@contextlib.contextmanager
-def endpoint(
-    engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namespace
-) -> Iterator[Address]:
-    """Ray Serve in front of the engine; leaves by draining."""
+def endpoint(engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namespace) -> Address:
+    """Ray Serve in front of the engine."""
     from kdray.serve import deployment
     from kdray.serve.arguments import Hosting
     from kdray.serve.replay import ReplayingClient
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     own_key = None
     if keys.api:  # the sample's, known to nobody else
         own_key = secrets.token_hex(24)
@@ -200,11 +202,7 @@ def endpoint(
     connect = functools.partial(ReplayingClient.connect, engine.supervisor)
     hosting = Hosting(drain_s=arguments.drain_s)
     deployment.start(connect, model, hosting, host=arguments.host, port=arguments.port)
-    try:
-        yield Address(host=arguments.host, port=arguments.port, model=model.name, key=own_key)
-    finally:
-        # In a cluster that others use nothing of ours may stay; our own one ends with this process.
-        deployment.stop(leave_serve="RAY_ADDRESS" not in os.environ)
+    return Address(host=arguments.host, port=arguments.port, model=model.name, key=own_key)
 
 
 def wait(address: Address, stopped: threading.Event) -> None:

@@ -115,7 +115,13 @@ def start(
     host: str,
     port: int,
 ) -> None:
-    """Serve `model` at http://host:port; returns once the endpoint answers.
+    """Serve `model` at http://host:port; returns once the endpoint answers. Raises as prepare()."""
+    prepare(host, port)
+    serve.run(application(engine, model, hosting), name=_APPLICATION, route_prefix="/")
+
+
+def prepare(host: str, port: int) -> None:
+    """Start Ray Serve where it does not run, so that what is wrong is said before a model loads.
 
     Raises ConfigError, and leaves what runs alone, where the cluster already serves a kdray or its
     Ray Serve listens elsewhere.
@@ -130,7 +136,6 @@ def start(
             f"Ray Serve already runs on this cluster and does not listen on {host}:{port}; "
             "its port was fixed when it started: give that one, or stop it (serve shutdown)"
         )
-    serve.run(application(engine, model, hosting), name=_APPLICATION, route_prefix="/")
 
 
 def _listens(host: str, port: int) -> bool:
