@@ -162,6 +162,7 @@ class Driver:
 
     def close(self) -> None:
         self.profile.end()
+        self.profile.join()
         self.verifiers.close()
 
     def _roots(self, plan: StepPlan) -> Tensor:

@@ -57,6 +57,10 @@ class ProfileSession:
         if self._order is not None and self._steps >= self._order.options.num_steps:
             self.end()
 
+    def join(self) -> None:
+        """Wait for the files of what has ended, of this process."""
+        self._recorder.join()
+
     def end(self) -> None:
         """Idempotent."""
         if self._order is None or self._on_end is None:
