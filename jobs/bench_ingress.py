@@ -74,7 +74,8 @@ def rows_of_child(ingress: str, arguments: argparse.Namespace) -> Iterator[dict[
     command += [*map(str, arguments.streams), "--step-ms", str(arguments.step_ms)]
     command += ["--steps", str(arguments.steps), "--port", str(arguments.port)]
     flag = "1" if ingress == "haproxy" else "0"
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    # What a job submitted to a cluster has of that cluster in its environment stays behind.
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS" and "RAY_JOB_" not in k}
     env |= {"RAY_SERVE_ENABLE_HA_PROXY": flag, "RAY_SERVE_LOG_TO_STDERR": "0"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
         assert child.stdout is not None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import generate as generate_job
 import pytest
+
+from tests.serve.http import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +78,9 @@ def test_a_batch_from_and_to_files_equals_two_ranks(
     assert [line["token_ids"] for line in written] == two_ranks["token_ids"]
     assert written[0]["id"] == "sum" and written[0]["finish_reason"] == "stop"
     assert written[1]["finish_reason"] == "length" and written[1]["accept_length_mean"] is None
-    assert "plain decoding" in done.stdout and "42" in done.stdout
+    assert "plain decoding" in done.stdout and "2 of 2 lines are done" in done.stderr
+    again = generate("--input", str(prompts), "--output", str(results))
+    assert again.returncode == 1 and "--overwrite" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,8 +90,10 @@ def test_a_batch_from_and_to_files_equals_two_ranks(
         (("--budget", "2000"), "budget must be an integer from 0 to 1024"),
         (("--input", "no-such.jsonl"), "no-such.jsonl"),
         (("--input", "/dev/null"), "holds no prompts"),
-        (("--output", "no/such/folder/x.jsonl"), "no such folder"),
+        (("--input", __file__, "--output", "no/such/folder/x.jsonl"), "line 1 is not JSON"),
         (("--prompt", "hi", "--max-tokens", "5000"), "the most this engine takes is 2048"),
+        (("--prompt", "", "--raw"), "line 1: prompt must be a string, not empty"),
+        (("--gpus", "0,x"), "gpus must be numbers with commas between"),
         (("--temperature", "-1"), "temperature must be between"),
     ],
 )
@@ -95,3 +103,52 @@ def test_what_is_wrong_is_said_in_one_line(options: tuple[str, ...], message: st
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert "Traceback" not in done.stderr
+
+
+def test_a_batch_that_was_killed_in_the_middle_of_a_line_goes_on(tmp_path: Path) -> None:
+    """kill -9 behind a few lines, the last of them cut: the whole equals an undisturbed run's."""
+    prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": f"How much is {n} + 30?"} for n in range(24)]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    files = ("--input", str(prompts), "--output", str(results), "--max-requests", "2")
+    command = [sys.executable, "jobs/generate.py", "--device", "cpu", "--threads", "1", *files]
+    partial = tmp_path / "out.jsonl.partial"
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+        wait_until(lambda: partial.exists() and len(partial.read_bytes().split(b"\n")) > 6, 200)
+        process.kill()
+        process.wait()
+    partial.write_bytes(partial.read_bytes()[:-9])
+    done = generate(*files)
+    assert done.returncode == 0, done.stderr
+    assert " of 24 lines were done before" in done.stderr
+    written = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["prompt"] for line in written] == [line["prompt"] for line in lines]
+    assert [str(n + 30) in line["text"] for n, line in enumerate(written)].count(True) >= 20
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("job", ["generate", "serve", "bench_service"])
+def test_a_ctrl_c_at_the_start_ends_without_a_traceback(job: str) -> None:
+    """All that takes long to import is imported where the interrupt is waited for."""
+    script = (
+        f"import sys; sys.path.insert(0, 'jobs'); import {job}; "
+        "print(*({'ray', 'torch', 'numpy', 'fastapi'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "", done
+
+
+def test_an_interrupt_is_said_in_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_job, "generate", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert generate_job.main(["--prompt", "hi"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "stopped\n"
