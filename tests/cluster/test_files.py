@@ -109,8 +109,9 @@ def test_a_service_waits_for_its_drain_and_never_for_a_second_node() -> None:
     assert workers.template.spec.terminationGracePeriodSeconds > drain_s
 
 
-def test_every_file_that_the_page_names_exists() -> None:
-    page = (CLUSTER / "README.md").read_text()
+@pytest.mark.parametrize("name", ["cluster/README.md", "docs/clients.md"])
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    page = (ROOT / name).read_text()
     names = set(re.findall(r"\b((?:cluster|jobs|docs|kdray|benchmarks)/[\w./-]+\.\w+)", page))
     assert names
     for name in names:
