@@ -239,7 +239,9 @@ def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
 def contiguous_keys(inputs: Inputs, shape: Shape, requests: slice) -> Tensor:
     """[r, context + N, C + D]"""
     table = inputs.rows.page_table[requests].long()
-    return inputs.cache.unflatten(0, (-1, PAGE))[table].flatten(1, 2)[:, : shape.context + shape.nodes]
+    return inputs.cache.unflatten(0, (-1, PAGE))[table].flatten(1, 2)[
+        :, : shape.context + shape.nodes
+    ]
 
 
 def masked(query: Tensor, key: Tensor, tree: Tensor) -> Tensor:

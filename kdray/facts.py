@@ -52,7 +52,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
         dtype=dtype,
         threads=config.threads or _threads(config.tp),
         max_model_len=max_model_len,
-        num_pages=config.num_pages or _num_pages(config, model, dtype, max_model_len),
+        num_pages=config.num_pages or _num_pages(config, model, dtype, device, max_model_len),
     )
 
 
@@ -111,7 +111,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_pages(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
 ) -> int:
     """Pages for max_requests of the longest kind, or as many as the memory allows."""
     places = max_model_len + config.budget + MOST_AHEAD
@@ -121,6 +125,7 @@ def _num_pages(
         page_size=config.page_size,
         width=model.kv_width,
         dtype=dtype,
+        device=device,
     )
     affordable = config.kv_memory_bytes // page_bytes
     if affordable < 1:

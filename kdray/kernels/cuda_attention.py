@@ -184,8 +184,9 @@ class CudaAttention:
         """
         shape, requests = SHAPES[dtype], rows.page_table.shape[0]
         plan = self._plan or self._plan_for(dtype, requests, rows.rows_cap * heads)
-        blocks, tile_rows = min(plan.blocks, MAX_BLOCKS), min(plan.tile_rows, shape.tile_rows)
-        tiles = -(-rows.rows_cap * heads // tile_rows)
+        blocks, tile_rows = min(plan.blocks, MAX_BLOCKS), self._tile_rows(shape)
+        small_rows = min(plan.small_rows, tile_rows)
+        tiles = -(-rows.rows_cap * heads // small_rows)
         device = rows.row_start.device
         schedule = AttentionSchedule(
             piece=torch.empty(requests * tiles + blocks, 16, dtype=torch.int32, device=device),
@@ -198,7 +199,7 @@ class CudaAttention:
             (
                 *(schedule.piece, schedule.start, cost, *rows.lengths),
                 *(requests, heads, rows.page_table.shape[1], rows.page_size.bit_length() - 1),
-                *(rows.mask.shape[1], tiles, tile_rows, shape.step),
+                *(rows.mask.shape[1], tiles, tile_rows, small_rows, plan.small_cost, shape.step),
                 *(shape.step_cost, shape.eight_cost, shape.setup_cost),
                 *(max(shape.lowest_share, plan.least_cost), blocks),
             ),
@@ -239,6 +240,11 @@ class CudaAttention:
             shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim),
             cooperative=True,
         )
+
+    def _tile_rows(self, shape: _Shape) -> int:
+        """Rows of a tile at most; sm_120 has registers for one eight less (.._shared.cuh)."""
+        newer = self._loader.device.type == "cuda" and int(self._loader.arch[3:]) >= 120
+        return min(shape.tile_rows, 64) if newer else shape.tile_rows
 
     def _plan_for(self, dtype: torch.dtype, requests: int, packed_rows: int) -> AttentionPlan:
         if dtype == torch.float32:
@@ -332,9 +338,7 @@ def _check(out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows) -> No
             "bfloat16 or float32, C a multiple of 64, D of 16, rows from 16-byte boundaries on, "
             "pages of a power of two"
         )
-    numbers: Sequence[Tensor] = (
-        *(*rows.lengths, rows.page_table, rows.mask),
-    )
+    numbers: Sequence[Tensor] = (*(*rows.lengths, rows.page_table, rows.mask),)
     if any(number.dtype != torch.int32 for number in numbers):
         raise KernelError("row_start, lengths, page_table and mask are int32")
     if not all(tensor.is_contiguous() for tensor in (out, *numbers)) or out.data_ptr() % 16:

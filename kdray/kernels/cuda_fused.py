@@ -65,7 +65,7 @@ class CudaFused:
             vector = _vector(kv.dtype)
             warps = 1 + -(-heads * key_dim // (vector * WARP))
             deep = min(warps, MOST_ROPE_WARPS)
-            steps = (kv.stride(0), *turning.stride()[:2], *rotated.stride()[:2])
+            steps = (kv.stride(0), *turning.stride()[:2], *rotated.stride()[:2], cache.stride(0))
             outputs = (cache, rotated)
             inputs = (kv, turning, rows.turns, rows.slot, norm.weight, norm.eps)
             sizes = (len(cache), heads, *(step // vector for step in steps))
@@ -165,7 +165,7 @@ def takes_norm(x: Tensor, norm: Norm) -> bool:
 
 
 def takes_rope(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm) -> bool:
-    """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype, one after another."""
+    """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype."""
     (num_rows, width), latent_dim = kv.shape, norm.weight.shape[0]
     key_dim = width - latent_dim
     if not _alike(kv, query, cache, norm.weight):
@@ -177,7 +177,7 @@ def takes_rope(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm:
     parts = latent_dim % vector == 0 and key_dim % vector == 0 and query.shape[0] == num_rows
     placed = turns.shape == (num_rows, key_dim // 2) and slot.shape == (num_rows,)
     typed = turns.dtype == torch.complex64 and slot.dtype == torch.int64
-    packed = all(t.is_contiguous() for t in (turns, slot, cache))
+    packed = all(t.is_contiguous() for t in (turns, slot))
     kept = cache.shape[1] == width and len(cache) < 2**31
     return whole and parts and placed and typed and packed and kept
 

@@ -5,9 +5,10 @@
 // cost     [R * tiles] u32: workspace
 // row_start [R + 1], num_cached, num_known, num_nodes [R] int32: as verify_attention has them
 //
-// A tile has up to tile_rows packed rows, in eights dealt out evenly; a step of it (`step` keys)
-// costs step_cost + eight_cost * eights, a piece setup_cost beside its steps. `share` is what a
-// block does. Of candidates it is the least that G blocks hold, so tried:
+// A tile has up to tile_rows packed rows, in eights dealt out evenly, or up to small_rows where all
+// work comes to less than small_cost for each block: a part of a tile costs its rows to merge. A
+// step (`step` keys) costs step_cost + eight_cost * eights, a piece setup_cost beside its steps.
+// `share` is what a block does: of candidates the least that G blocks hold, with
 //   large   a tile that costs more than a share: equal pieces, a block for each
 //   middle  one of more than 7/8 of it: a block
 //   small   all others, laid end to end and cut at every share, but not where that would leave
@@ -57,6 +58,19 @@ __device__ __forceinline__ Tile tile_at(const Batch& batch, const Costs& costs, 
     const u32 step_cost =
         costs.step_cost + costs.eight_cost * ((last - first + EIGHT - 1) / EIGHT);
     return {r, first, last - first, keys, (keys + costs.step - 1) / costs.step, step_cost};
+}
+
+// Of tiles first .. last - 1; their sum.
+__device__ __forceinline__ u32 write_costs(u32* cost, const Batch& batch, const Costs& costs,
+                                           int first, int last) {
+    u32 sum = 0;
+    for (int slot = first; slot < last; ++slot) {
+        const Tile tile = tile_at(batch, costs, slot);
+        const u32 c = tile.rows > 0 ? costs.setup_cost + tile.step_cost * tile.steps : 0;
+        cost[slot] = c;
+        sum += c;
+    }
+    return sum;
 }
 
 // Pieces of a tile that costs more than a share.
@@ -195,24 +209,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan_attention(Piece* piece, int* start, u32* cost, const int* row_start,
                    const int* num_cached, const int* num_known, const int* num_nodes,
                    int num_requests, int heads, int pages, int page_shift, int nodes, int tiles,
-                   int tile_rows, int step, int step_cost, int eight_cost, int setup_cost,
+                   int tile_rows, int small_rows, int small_cost, int step, int step_cost, int eight_cost, int setup_cost,
                    int least, int blocks) {
     __shared__ Shared s;
     const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
                          heads,     pages,      page_shift, nodes};
-    const Costs costs = {tile_rows, step, step_cost, eight_cost, setup_cost, tiles};
+    Costs costs = {tile_rows, step, step_cost, eight_cost, setup_cost, tiles};
     const int slots = num_requests * tiles, each = (slots + THREADS - 1) / THREADS;
     const int first = min((int)threadIdx.x * each, slots), last = min(first + each, slots);
 
-    u32 own = 0;
-    for (int slot = first; slot < last; ++slot) {
-        const Tile tile = tile_at(batch, costs, slot);
-        const u32 c = tile.rows > 0 ? setup_cost + tile.step_cost * tile.steps : 0;
-        cost[slot] = c;
-        own += c;
-    }
     uint2 total;
-    sums_before(s, own, 0, total);
+    sums_before(s, write_costs(cost, batch, costs, first, last), 0, total);
+    if (small_rows < tile_rows && total.x < (u32)(small_cost * blocks)) {
+        costs.tile_rows = small_rows;
+        sums_before(s, write_costs(cost, batch, costs, first, last), 0, total);
+    }
     const u32 share =
         choose_share(s, cost, slots, setup_cost, total.x, (u32)least, (u32)blocks);
 

@@ -72,7 +72,7 @@ __device__ __forceinline__ uint4 turned(const uint4& pairs, const Turns& turns)
 
 __device__ __forceinline__ void write_cache_row(uint4* cache, const uint4* kv, const float4* turns,
                                                 const i64* slot, const uint4* weight,
-                                                const float* eps, i64 row, int S)
+                                                const float* eps, i64 row, int S, int cache_row)
 {
     const int lane = lane_id();
     const i64 place = slot[row];
@@ -95,7 +95,7 @@ __device__ __forceinline__ void write_cache_row(uint4* cache, const uint4* kv, c
         if (i * WARP + lane < LATENT_VECTORS) squares += sum_of_squares(unpacked(held[i]));
     const float scale = rms_scale(warp_sum(squares), LATENT_DIM, *eps);
     if (place < 0 || place >= S) return;
-    uint4* out = cache + place * (LATENT_VECTORS + ROPE_VECTORS);
+    uint4* out = cache + place * cache_row;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (i * WARP + lane < LATENT_VECTORS)
@@ -106,13 +106,14 @@ __device__ __forceinline__ void write_cache_row(uint4* cache, const uint4* kv, c
 extern "C" __global__ void __launch_bounds__(256)
 rope_cache(uint4* cache, uint4* rotated, const uint4* kv, const uint4* query, const float4* turns,
            const i64* slot, const uint4* weight, const float* eps, int S, int H, int kv_row,
-           int query_row, int query_head, int rotated_row, int rotated_head)
+           int query_row, int query_head, int rotated_row, int rotated_head, int cache_row)
 {
     start_behind_previous();
     const i64 row = blockIdx.x;
     const int warp = blockIdx.y * blockDim.y + threadIdx.y;
     if (warp == 0) {
-        write_cache_row(cache, kv + row * kv_row, turns, slot, weight, eps, row, S);
+        write_cache_row(cache, kv + row * kv_row, turns, slot, weight, eps, row, S,
+                        cache_row);
         return;
     }
     const int vector = (warp - 1) * WARP + lane_id();

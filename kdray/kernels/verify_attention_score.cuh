@@ -27,8 +27,8 @@ struct ScoreWarp {
     __device__ ScoreWarp(Shared& shared, const Attention& attention)
         : s(shared),
           in(attention),
-          warp(same_in_warp(threadIdx.x / WARP)),
-          lane(threadIdx.x % WARP) {
+          warp(same_in_warp(fresh_thread() / WARP)),
+          lane(fresh_thread() % WARP) {
 #pragma unroll
         for (int j = 0; j < MINE; ++j) {
             most[j][0] = most[j][1] = NO_SCORE;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void score_nothing(Shared& s) {
 __device__ __forceinline__ void score_piece(Shared& s, const Attention& in) {
     const int warp = same_in_warp(threadIdx.x / WARP);
     const int mine = (s.piece.eights() - warp + SCORE_WARPS - 1) / SCORE_WARPS;
-    if (mine == 3)
+    if (TILE_EIGHTS > 8 && mine == 3)
         ScoreWarp<3>(s, in).run();
     else if (mine == 2)
         ScoreWarp<2>(s, in).run();

@@ -19,13 +19,11 @@ __device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
     to[4] = odd ? bf16_pair(high, x.w) : bf16_pair(x.z, high);
 }
 
-#ifndef AT_ONCE
-#define AT_ONCE 2
-#endif
 template <int EIGHTS>  // of rows, or more than there are
 struct ValueWarp {
     Shared& s;
     const Attention& in;
+    static constexpr int AT_ONCE = 2;  // tiles whose values are in registers
     float value[VALUE_TILES][EIGHTS][4];
 
     __device__ ValueWarp(Shared& shared, const Attention& attention) : s(shared), in(attention) {
@@ -50,8 +48,8 @@ struct ValueWarp {
 #pragma unroll 1
         for (; step < s.end_step; ++step) {
             const u32 next = step + SLOTS - 1;
-            barrier_wait(shared_address(&s.weighed[step % 2]), step / 2 % 2);
             if (ring.mine(next) && next < s.end_step) ring.bring(next);
+            barrier_wait(shared_address(&s.weighed[step % 2]), step / 2 % 2);
             rescale(step);
             add(step);
             arrive(s.freed[slot_of(step)]);
@@ -158,8 +156,8 @@ struct ValueWarp {
 
 __device__ __forceinline__ void sum_values(Shared& s, const Attention& in) {
     const int eights = s.piece.eights();
-    if (eights > 8)
-        ValueWarp<9>(s, in).run();
+    if (TILE_EIGHTS > 8 && eights > 8)
+        ValueWarp<TILE_EIGHTS>(s, in).run();
     else if (eights > 5)
         ValueWarp<8>(s, in).run();
     else if (eights > 3)

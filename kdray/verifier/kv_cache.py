@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PADDING_BYTES = 16
+
 
 class KVCache:
     """A row per token slot and layer: [latent | rotated rope key].
 
     layers   num_layers tensors [num_pages * page_size, width]
+    rows     the same memory with what lies between the rows: contiguous, for moving rows whole
 
-    Slots are never cleared: attention reads what the step's batch says is written, nothing else.
+    On a GPU rows of 16-bit numbers lie 16 bytes apart, so that a page comes into a multiprocessor's
+    shared memory in one copy with its rows in different banks (verify_attention_ring.cuh). Slots
+    are never cleared: attention reads what the step's batch says is written, nothing else.
     """
 
     def __init__(
@@ -26,11 +31,20 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        rows = num_pages * page_size
-        self.layers: list[Tensor] = [
-            torch.zeros(rows, width, dtype=dtype, device=device) for _ in range(num_layers)
+        size = (num_pages * page_size, width + padding(dtype, device))
+        self.rows: list[Tensor] = [
+            torch.zeros(size, dtype=dtype, device=device) for _ in range(num_layers)
         ]
+        self.layers: list[Tensor] = [rows[:, :width] for rows in self.rows]
 
     @staticmethod
-    def bytes_per_page(*, num_layers: int, page_size: int, width: int, dtype: torch.dtype) -> int:
-        return num_layers * page_size * width * dtype.itemsize
+    def bytes_per_page(
+        *, num_layers: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        row = width + padding(dtype, device)
+        return num_layers * page_size * row * dtype.itemsize
+
+
+def padding(dtype: torch.dtype, device: torch.device) -> int:
+    """Numbers between two rows."""
+    return PADDING_BYTES // 2 if device.type == "cuda" and dtype.itemsize == 2 else 0

@@ -70,7 +70,7 @@ class Verifier:
         assert self._layout is not None, "commit follows verify"
         source, target = accepted_slots(self._layout, paths, self.cache.page_size)
         if len(source):
-            self._ops.commit_kv(self.cache.layers, source.to(self._device), target.to(self._device))
+            self._ops.commit_kv(self.cache.rows, source.to(self._device), target.to(self._device))
         self._layout = None
 
     @torch.inference_mode()
@@ -93,7 +93,7 @@ class Verifier:
     @torch.inference_mode()
     def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
         assert self._round_ops is not None, "made without round_ops"
-        self._round_ops.commit_paths(self.cache.layers, paths, rows)
+        self._round_ops.commit_paths(self.cache.rows, paths, rows)
 
 
 def rows_on_device(trees: DraftTrees, position: Tensor, rows: RunningRows) -> ForwardBatch:

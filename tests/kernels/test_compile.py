@@ -33,8 +33,9 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("rms_norm", "WIDTH=16384"): 128,  # the widest that are taken, all in registers
     ("rope_cache", "LATENT_DIM=1024"): 96,
     ("route_experts", "NUM_EXPERTS=1024"): 128,
-    ("verify_attention", ""): 255,  # one block of 256: queries and results stay in registers
+    ("verify_attention", ""): 168,  # one block of 384: queries and results stay in registers
     ("verify_attention_fp32", ""): 128,
+    ("plan_attention", ""): 96,  # one block
     ("draft_attention", "HEAD_DIM=64"): 128,  # 4 blocks of 128 threads, queries in registers
     ("draft_attention", "HEAD_DIM=128"): 168,  # 3 blocks
     ("draft_attention", "ROW_TILES=4"): 255,  # a block less

@@ -6,15 +6,17 @@ Matrix products are emulated from the documented fragments; all else is the kern
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kdray.kernels.attention_table import AttentionPlan
-from kdray.kernels.cuda_attention import CudaAttention
+from kdray.kernels.cuda_attention import SHAPES, CudaAttention
 from kdray.kernels.ops import DeviceAttentionBatch
 from kdray.kernels.reference import ReferenceOps
+from kdray.kernels.reference_attention import PIECE_FIELDS, PlanCosts, plan_attention
 from tests.kernels.attention_cases import (
     CHAIN,
     STAR,
@@ -161,3 +163,66 @@ def test_a_batch_of_the_device_equals_the_reference() -> None:
     found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
     wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+PLANS = {
+    "nothing": [Part(0, known=0)],
+    "one": [Part(5000, nodes=9)],
+    "alike": [Part(900, nodes=9)] * 5,
+    "long beside short": [Part(60000, nodes=9), *[Part(i) for i in range(40)]],
+    "many": [Part(i * 37 % 3000, nodes=1 + i % 33) for i in range(70)],
+    "known rows": [Part(0, known=300), Part(100, known=17, nodes=5), Part(7, known=0)],
+    "middling": [Part(400 + 10 * i, nodes=17) for i in range(9)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 3, 7, 132])
+@pytest.mark.parametrize("name", PLANS)
+def test_work_is_dealt_out_as_the_reference_deals_it(
+    name: str, blocks: int, dtype: torch.dtype
+) -> None:
+    parts, heads, shape = PLANS[name], 8, SHAPES[dtype]
+    pages = max(-(-(part.cached + part.rows) // 64) for part in parts) + 1
+    case = make_case(
+        [Part(0, part.known, part.nodes, part.shape) for part in parts],
+        heads=1, latent=64, rope=16, page_size=64, dtype=dtype,
+    )  # fmt: skip
+    rows = replace(
+        case.rows(),
+        num_cached=torch.tensor([part.cached for part in parts], dtype=torch.int32),
+        page_table=torch.zeros(len(parts), pages, dtype=torch.int32),
+    )
+    plan = AttentionPlan(blocks, 90)
+    schedule = CudaAttention(simt_loader(), plan=plan).schedule(rows, dtype, heads)
+    costs = PlanCosts(
+        tile_rows=shape.tile_rows,
+        small_rows=min(plan.small_rows, shape.tile_rows),
+        small_cost=plan.small_cost,
+        step=shape.step,
+        step_cost=shape.step_cost,
+        eight_cost=shape.eight_cost,
+        setup_cost=shape.setup_cost,
+        least=max(shape.lowest_share, plan.least_cost),
+    )
+    wanted, start = plan_attention(
+        *(numbers.tolist() for numbers in rows.lengths), heads=heads, blocks=blocks, costs=costs
+    )
+    assert schedule.start.tolist() == start
+    found = schedule.piece[: start[-1], : len(PIECE_FIELDS)].tolist()
+    assert [dict(zip(PIECE_FIELDS, piece, strict=True)) for piece in found] == wanted
+    check_cover(wanted, costs)
+
+
+def check_cover(pieces: Sequence[dict[str, int]], costs: PlanCosts) -> None:
+    """Every step of every tile is in exactly one piece; a tile has neighbouring blocks."""
+    tiles: dict[tuple[int, int], list[dict[str, int]]] = {}
+    for piece in pieces:
+        tiles.setdefault((piece["request"], piece["first"]), []).append(piece)
+    for of_tile in tiles.values():
+        steps = -(-of_tile[0]["keys"] // costs.step)
+        assert [piece["begin"] for piece in of_tile] == [0, *(p["end"] for p in of_tile[:-1])]
+        assert of_tile[-1]["end"] == steps and all(p["begin"] < p["end"] for p in of_tile)
+        first = of_tile[0]["block"]
+        assert [p["block"] for p in of_tile] == [first + i for i in range(len(of_tile))]
+        assert {p["count"] for p in of_tile} == {len(of_tile)}
