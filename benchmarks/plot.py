@@ -3,7 +3,8 @@
 
 pip install -e '.[plots]' && python benchmarks/plot.py      # writes benchmarks/plots/*.svg
 
-Reads benchmarks/results/round-HARDWARE.json (jobs/bench_round.py).
+Reads benchmarks/results/round-HARDWARE.json (jobs/bench_round.py) and every
+service*-HARDWARE.json (jobs/bench_service.py), whichever are there.
 """
 
 from __future__ import annotations
@@ -37,21 +38,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200")
     arguments = parser.parse_args(argv)
-    path = RESULTS / f"round-{arguments.hardware}.json"
-    if not path.exists():
-        sys.exit(f"{path.name} is not there: run jobs/bench_round.py on such a machine first")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in record["rows"] if row["params"]["graphs"]]
+    rounds = RESULTS / f"round-{arguments.hardware}.json"
+    services = sorted(RESULTS.glob(f"service*-{arguments.hardware}.json"))
+    if not rounds.exists() and not services:
+        sys.exit(f"no results of {arguments.hardware}: run jobs/bench_round.py or bench_service.py")
     plt.rcParams.update({
         "svg.hashsalt": "kdray", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
     })  # fmt: skip
     PLOTS.mkdir(exist_ok=True)
-    source = f"{record['hardware']['gpu']}, commit {record['commit']}"
-    save(accept_lengths(rows), f"accept-length-{arguments.hardware}", source)
-    save(throughput(rows), f"throughput-{arguments.hardware}", source)
-    save(verbs(rows), f"verbs-{arguments.hardware}", source)
+    if rounds.exists():
+        draw_rounds(rounds, arguments.hardware)
+    for path in services:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        save(service(record["rows"]), path.stem, source_of(record))
     return 0
+
+
+def draw_rounds(path: Path, hardware: str) -> None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in record["rows"] if row["params"]["graphs"]]
+    source = source_of(record)
+    save(accept_lengths(rows), f"accept-length-{hardware}", source)
+    save(throughput(rows), f"throughput-{hardware}", source)
+    save(verbs(rows), f"verbs-{hardware}", source)
+
+
+def source_of(record: dict[str, Any]) -> str:
+    hardware = record["hardware"]
+    return f"{hardware['gpu'] or hardware['cpu']}, commit {record['commit']}"
 
 
 def accept_lengths(rows: Sequence[Row]) -> plt.Figure:
@@ -111,6 +126,36 @@ def verbs(rows: Sequence[Row]) -> plt.Figure:
             below = [a + b for a, b in zip(below, heights, strict=True)]
         axes.tick_params(axis="x", rotation=90)
         axes.set(ylabel="ms a step", title=MODELS[model])
+        axes.legend(frameon=False)
+    return figure
+
+
+def service(rows: Sequence[Row]) -> plt.Figure:
+    """Closed loops: tokens a second in all and of a stream, and the waits, by clients."""
+    figure, (speed, wait) = plt.subplots(1, 2, figsize=(8.4, 3.2))
+    own = sorted(
+        (row for row in rows if row["params"]["mode"] == "closed"),
+        key=lambda row: row["params"]["concurrency"],
+    )
+    clients = [row["params"]["concurrency"] for row in own]
+    drawn = (
+        (speed, "tokens_per_s", "in all"),
+        (speed, "stream_tokens_per_s", "a stream, median"),
+        (wait, "ttft_ms_p99", "first token, p99"),
+        (wait, "ttft_ms_p50", "first token, median"),
+        (wait, "tpot_ms_p99", "a later token, p99"),
+        (wait, "tpot_ms_p50", "a later token, median"),
+    )
+    for axes, metric, label in drawn:
+        axes.plot(clients, [row["metrics"][metric] for row in own], marker="o", label=label)
+    for axes, unit in ((speed, "tokens/s"), (wait, "ms")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(clients)
+        axes.set(xlabel="clients", ylabel=unit)
         axes.legend(frameon=False)
     return figure
 
