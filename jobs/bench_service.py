@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from record import Record
 
         name = f"service-{arguments.label}" if arguments.label else "service"
-        record = Record(name, vars(arguments) | {"out": None}, arguments.out)
+        prompts = None if arguments.prompts is None else str(arguments.prompts)
+        config = vars(arguments) | {"out": None, "prompts": prompts}
+        record = Record(name, config, arguments.out)
     except KeyboardInterrupt:
         return 130
     try:

@@ -71,6 +71,7 @@ class Hosted:
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._engine: SupervisedEngine | None = None
+        self._client: ReplayingClient | None = None
 
     async def open(self) -> tuple[EngineClient, ServedModel]:
         """Raises what Gang.start raises; Ray Serve then tries again a few times, and reports it."""
@@ -85,9 +86,12 @@ class Hosted:
             limits=arguments.limits,
             keys=keys,
         )
-        return await ReplayingClient.connect(self._engine.supervisor), model
+        self._client = await ReplayingClient.connect(self._engine.supervisor)
+        return self._client, model
 
     async def close(self) -> None:
+        if self._client is not None:  # first, or it would report the end as a fault
+            await self._client.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import socket
 import time
 from dataclasses import replace
@@ -39,7 +40,7 @@ class Endpoint:
     """
 
     def __init__(self, backend: Backend, stall_s: float) -> None:
-        self._backend = backend
+        self._backend = copy.copy(backend)  # Serve pickles its own again; an open one cannot be
         self._watch = ProgressWatch(stall_s)
         self._engine: EngineClient | None = None
         self._mirroring: asyncio.Task[None] | None = None

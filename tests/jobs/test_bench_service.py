@@ -61,8 +61,11 @@ def test_kdray_s_own_endpoint(
     tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = build_app(FakeEngine(steps("he", "yo")), tokenizer, "fake")
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "hi"}')
+    options = ("1", "3", "--rates", "500", "--prompts", str(prompts))
     with served(app) as url:
-        assert run(f"{url}/v1", "1", "3", "--rates", "500", out=tmp_path) == 0
+        assert run(f"{url}/v1", *options, out=tmp_path) == 0
     rows = rows_of(tmp_path)
     params = [(r["params"]["mode"], r["params"]["concurrency"], r["params"]["rate"]) for r in rows]
     assert params == [("closed", 1, 0.0), ("closed", 3, 0.0), ("open", 0, 500.0)]
