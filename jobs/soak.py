@@ -191,7 +191,8 @@ class Judge:
         self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
 
     def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
-        """Logit distance, noise included, of the two tokens at the first difference."""
+        """Distance of the two tokens at the first difference in logits: noise included, by the
+        temperature that both are divided by."""
         shared = zip(mine, other, strict=False)
         at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
         if at is None:
@@ -201,7 +202,8 @@ class Judge:
         sampling = visit.sampling
         if sampling.temperature > 0:
             seed, position = np.array([sampling.seed]), np.array([len(prefix)])
-            logits = logits / sampling.temperature + gumbel_noise(seed, position, len(logits))[0]
+            noise = gumbel_noise(seed, position, len(logits))[0]
+            logits = logits + sampling.temperature * noise
         return abs(float(logits[mine[at]] - logits[other[at]]))
 
     @torch.inference_mode()
