@@ -113,7 +113,7 @@ def test_tree_designs_fit_with_their_dynamic_memory() -> None:
 
 @pytest.mark.parametrize("dims", ATTENTION_DIMS, ids=str)
 def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
-    for dtype in cuda_attention.ENTRIES:  # that a block needs no more, the source asserts
+    for dtype in cuda_attention.SHAPES:  # that a block needs no more, the source asserts
         assert cuda_attention.shared_bytes(dtype, *dims) <= MAX_BLOCK_BYTES
 
 
