@@ -1,73 +1,68 @@
-"""A folder of safetensors files: headers read once, tensors sliced out of memory maps."""
+"""A folder of safetensors files: headers read once, tensors read slice by slice."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kdray.errors import CheckpointError
+from kdray.model.stored import ITEM_BYTES, StoredTensor, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FLOATS = ("BF16", "F16", "F32")
+BLOCK_BYTES = 16 << 20  # read at a time
+WIDE = 8  # bytes of an int64
 
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2,
-    "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
-
-
-class _Readable(NamedTuple):
-    stored: type[np.generic]
-    dtype: torch.dtype
-
-
-# NumPy has no bfloat16: its bits travel as int16.
 _READABLE = {
-    "BF16": _Readable(np.int16, torch.bfloat16),
-    "F16": _Readable(np.float16, torch.float16),
-    "F32": _Readable(np.float32, torch.float32),
-    "I32": _Readable(np.int32, torch.int32),
-    "I64": _Readable(np.int64, torch.int64),
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """One file; the map is made on first use and shared by all its tensors."""
-
-    path: Path
-
-    @cached_property
-    def bytes(self) -> np.memmap[Any, np.dtype[np.uint8]]:
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor lies: bytes `start` to `end` of its file, row-major."""
+class Cut:
+    """The part of a stored tensor that is wanted: some rows, and some columns of each.
 
-    name: str
-    dtype: str
+    shape, dtype   of the part
+    start          byte of the file where its first row begins
+    num_rows       that are read, each whole: row_bytes long
+    kept           the columns' bytes of a row; None: all
+    """
+
+    stored: StoredTensor
     shape: tuple[int, ...]
+    dtype: torch.dtype
     start: int
-    end: int
-    shard: _Shard
+    num_rows: int
+    row_bytes: int
+    kept: slice | None
 
     @property
-    def path(self) -> Path:
-        return self.shard.path
+    def num_bytes(self) -> int:
+        """Bytes of the file that are read."""
+        return self.num_rows * self.row_bytes
+
+    def blocks(self) -> Iterator[range]:
+        """Its rows in runs of BLOCK_BYTES, or of one row that is longer."""
+        step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
+        for first in range(0, self.num_rows, step):
+            yield range(first, min(first + step, self.num_rows))
+
+    def read(self, rows: range, target: Tensor) -> None:
+        """Whole rows into target [len(rows) * row_bytes] uint8, on the host."""
+        self.stored.shard.read_into(
+            memoryview(target.numpy()), self.start + rows.start * self.row_bytes
+        )
 
 
 class Checkpoint:
@@ -87,7 +82,7 @@ class Checkpoint:
         indexed = _read_index(folder)
         tensors: dict[str, StoredTensor] = {}
         for path in _shard_paths(folder, indexed):
-            for stored in _read_header(path):
+            for stored in read_header(path):
                 name = _text_name(stored.name)
                 if name is None:
                     continue
@@ -108,6 +103,10 @@ class Checkpoint:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return dict(self._tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -136,25 +135,78 @@ class Checkpoint:
             )
         return stored
 
-    def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """A copy of the tensor, or of some of its rows (dim 0) and columns (dim 1).
-
-        Only the slice is read. Its dtype is the stored one.
-        """
+    def cut(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Cut:
+        """Where a tensor's rows (dim 0) and columns (dim 1, of a matrix) lie."""
         stored = self.find(name)
         if stored.dtype not in _READABLE:
             raise CheckpointError(
                 f"tensor {name} has dtype {stored.dtype}, which kdray does not read; "
                 f"it reads {', '.join(_READABLE)} ({stored.path})"
             )
-        kind = _READABLE[stored.dtype]
-        raw = stored.shard.bytes[stored.start : stored.end].view(kind.stored)
-        array = raw.reshape(stored.shape)
-        if rows is not None:
-            array = array[rows]
+        item, (length, *inner) = ITEM_BYTES[stored.dtype], stored.shape or (1,)
+        first, last, _ = (rows or slice(None)).indices(length)
+        row_bytes, kept = math.prod(inner) * item, None
         if cols is not None:
-            array = array[:, cols]
-        return torch.from_numpy(np.array(array)).view(kind.dtype)
+            left, right, _ = cols.indices(inner[0])
+            kept, inner = slice(left * item, right * item), [right - left]
+        return Cut(
+            stored=stored,
+            shape=(max(0, last - first), *inner) if stored.shape else (),
+            dtype=_READABLE[stored.dtype],
+            start=stored.start + first * row_bytes,
+            num_rows=max(0, last - first),
+            row_bytes=row_bytes,
+            kept=kept,
+        )
+
+    def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """A copy of the tensor, or of some of its rows (dim 0) and columns (dim 1), on the host.
+
+        Only the rows are read. Its dtype is the stored one. Raises CheckpointError for numbers that
+        are not finite.
+        """
+        cut = self.cut(name, rows, cols)
+        out = torch.empty(cut.shape, dtype=cut.dtype)
+        fill(cut, out)
+        return out
+
+
+def fill(cut: Cut, out: Tensor) -> None:
+    """Read a part into `out`, on the host."""
+    if not out.numel():
+        return
+    target = out.reshape(-1).view(torch.uint8)
+    if cut.kept is None:
+        cut.read(range(cut.num_rows), target)
+    else:
+        wide = target.view(cut.num_rows, -1)
+        for rows in cut.blocks():
+            block = torch.empty(len(rows) * cut.row_bytes, dtype=torch.uint8)
+            cut.read(rows, block)
+            keep_columns(block, cut, wide[rows.start : rows.stop])
+    refuse_broken_numbers(cut, out)
+
+
+def keep_columns(whole: Tensor, cut: Cut, target: Tensor) -> None:
+    """Of rows just read [n * row_bytes] uint8 the wanted columns, into target [n, ..] uint8."""
+    assert cut.kept is not None, "a part of some columns"
+    source, left, right = whole.view(len(target), -1), cut.kept.start, cut.kept.stop
+    if not (left % WIDE or right % WIDE or cut.row_bytes % WIDE):  # bytes one by one are slow
+        source, target = source.view(torch.int64), target.view(torch.int64)
+        left, right = left // WIDE, right // WIDE
+    target.copy_(source[:, left:right])
+
+
+def refuse_broken_numbers(cut: Cut, values: Tensor) -> None:
+    """CheckpointError where some of a part's numbers, on the host, are NaN or infinite."""
+    if not values.is_floating_point():
+        return
+    lowest, highest = torch.aminmax(values)  # either is NaN where any number is
+    if not (math.isfinite(lowest.item()) and math.isfinite(highest.item())):
+        raise CheckpointError(
+            f"tensor {cut.stored.name} holds numbers that are not finite ({cut.stored.path}); "
+            "download it again"
+        )
 
 
 def _text_name(name: str) -> str | None:
@@ -195,67 +247,3 @@ def _shard_paths(folder: Path, indexed: dict[str, str] | None) -> list[Path]:
         if not path.exists():
             raise CheckpointError(f"{path} is missing, though {folder / INDEX} names it")
     return paths
-
-
-def _read_header(path: Path) -> Iterator[StoredTensor]:
-    """The entries of one file: 8 bytes of header length, a JSON header, then the data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{path} is truncated: {size} bytes hold no header")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path} declares a header of {length} bytes, more than the format's "
-                f"{MAX_HEADER_BYTES}; it is not a safetensors file"
-            )
-        header = file.read(length)
-    if len(header) < length:
-        raise CheckpointError(f"{path} is truncated: {size} bytes, its header needs {8 + length}")
-    try:
-        entries = json.loads(header, object_pairs_hook=_unique)
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a broken header: {error}") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} has a broken header: it is no JSON object")
-    shard = _Shard(path)
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            yield _stored_tensor(name, entry, shard, data_start=8 + length, file_size=size)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is listed twice")
-    return values
-
-
-def _stored_tensor(
-    name: str, entry: Any, shard: _Shard, *, data_start: int, file_size: int
-) -> StoredTensor:
-    try:
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{shard.path}: broken header entry of {name}: {error!r}") from error
-    if data_start + end > file_size:
-        raise CheckpointError(
-            f"{shard.path} is truncated: {file_size} bytes, but {name} ends at byte "
-            f"{data_start + end}; download it again"
-        )
-    bytes_wanted = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
-    if begin < 0 or end < begin or (dtype in _ITEM_BYTES and end - begin != bytes_wanted):
-        raise CheckpointError(
-            f"{shard.path}: {name} of {list(shape)} {dtype} cannot lie in bytes {begin} to {end}"
-        )
-    return StoredTensor(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        start=data_start + begin,
-        end=data_start + end,
-        shard=shard,
-    )

@@ -34,6 +34,7 @@ class ModelConfig:
 
     q_lora_rank     None: queries come from the residual stream in one projection
     yarn            None: plain rope
+    num_nextn_predict_layers   layers behind the others that nobody reads; None: not said
     quantization    "int4": linears may be stored as compressed-tensors pack-quantized words
     eos_token_ids   every end token named by config.json or generation_config.json
     """
@@ -61,6 +62,7 @@ class ModelConfig:
     rope_theta: float
     yarn: Yarn | None
     max_position_embeddings: int
+    num_nextn_predict_layers: int | None
     quantization: Quantization
     eos_token_ids: frozenset[int]
 
@@ -83,7 +85,7 @@ class ModelConfig:
         top = JsonFields(read_json(path), path)
         text = _text_fields(top)
         quantization = _quantization(
-            text.get("quantization_config", top.get("quantization_config"))
+            text.get("quantization_config", top.get("quantization_config")), path
         )
         config = _config(text, quantization, _eos_token_ids(Path(folder), top, text))
         _check_together(config, path)
@@ -150,9 +152,15 @@ def _config(text: JsonFields, quantization: Quantization, eos: frozenset[int]) -
         rope_theta=rope.number("rope_theta", default=text.get("rope_theta")),
         yarn=_yarn(rope),
         max_position_embeddings=text.integer("max_position_embeddings"),
+        num_nextn_predict_layers=_prediction_layers(text),
         quantization=quantization,
         eos_token_ids=eos,
     )
+
+
+def _prediction_layers(text: JsonFields) -> int | None:
+    name = "num_nextn_predict_layers"
+    return None if text.get(name) is None else text.integer(name, at_least=0)
 
 
 def _is_null(fields: JsonFields, name: str) -> bool:
@@ -192,7 +200,7 @@ def _yarn(rope: JsonFields) -> Yarn | None:
     )
 
 
-def _quantization(values: object) -> Quantization:
+def _quantization(values: object, path: Path) -> Quantization:
     """The one scheme served: 4-bit symmetric integers in groups of 32 inputs, packed in words."""
     if values is None:
         return "none"
@@ -218,8 +226,8 @@ def _quantization(values: object) -> Quantization:
     wrong = [f"{name} = {is_!r}" for name, (is_, wanted) in facts.items() if is_ != wanted]
     if wrong:
         raise UnsupportedModel(
-            f"quantization_config is not supported ({', '.join(wrong)}); kdray reads unquantised "
-            "weights and compressed-tensors pack-quantized INT4 (symmetric, groups of "
+            f"{path}: quantization_config is not supported ({', '.join(wrong)}); kdray "
+            "reads unquantised weights and compressed-tensors pack-quantized INT4 (symmetric, groups of "
             f"{INT4_GROUP}, no actorder)"
         )
     return "int4"

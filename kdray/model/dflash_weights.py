@@ -14,6 +14,7 @@ from kdray.model.checkpoint import Checkpoint
 from kdray.model.dflash import DraftLayer, DraftWeights
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.layers import RmsNorm
+from kdray.model.placed import PlacedCheckpoint
 
 # Names of the native export that differ from z-lab's.
 _ALIASES = {
@@ -26,7 +27,8 @@ def load_weights(
     folder: str | Path, config: DFlashConfig, dtype: torch.dtype, device: torch.device
 ) -> DraftWeights:
     """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined."""
-    reader = _Reader(Checkpoint.open(folder), dtype, device, config.rms_norm_eps)
+    checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
+    reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
     shapes = dict(_shapes(config))
     reader.check(shapes)
     return DraftWeights(

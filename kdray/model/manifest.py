@@ -11,6 +11,7 @@ from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import INT4_GROUP, ModelConfig
 from kdray.model.int4 import PER_WORD
 from kdray.model.parallel import Shard
+from kdray.model.stored import StoredTensor
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -18,21 +19,28 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 class Needed(NamedTuple):
     """A tensor by name and shape; linears may be stored packed, and have no `.weight` here.
 
-    splits_inputs   the ranks divide this linear's inputs, not its outputs
+    splits_inputs    the ranks divide this linear's inputs
+    splits_outputs   they divide its rows; neither: every rank holds it whole
     """
 
     name: str
     shape: tuple[int, ...]
     is_linear: bool = False
     splits_inputs: bool = False
+    splits_outputs: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """A routed expert's: the part of a model that is stored packed."""
+        return ".mlp.experts." in self.name
 
 
 def needed_tensors(config: ModelConfig) -> Iterator[Needed]:
     """All tensors of the language model; shapes are (outputs, inputs)."""
     width, vocab = config.hidden_size, config.vocab_size
-    yield Needed("model.embed_tokens.weight", (vocab, width))
+    yield Needed("model.embed_tokens.weight", (vocab, width), splits_outputs=True)
     yield Needed("model.norm.weight", (width,))
-    yield Needed("lm_head.weight", (vocab, width))
+    yield Needed("lm_head.weight", (vocab, width), splits_outputs=True)
     for layer in range(config.num_hidden_layers):
         root = f"model.layers.{layer}"
         yield Needed(f"{root}.input_layernorm.weight", (width,))
@@ -48,15 +56,17 @@ def _attention(config: ModelConfig, root: str) -> Iterator[Needed]:
     width, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * config.qk_head_dim
     if config.q_lora_rank is None:
-        yield Needed(f"{root}.q_proj", (queries, width), is_linear=True)
+        yield Needed(f"{root}.q_proj", (queries, width), is_linear=True, splits_outputs=True)
     else:
         yield Needed(f"{root}.q_a_proj", (config.q_lora_rank, width), is_linear=True)
         yield Needed(f"{root}.q_a_layernorm.weight", (config.q_lora_rank,))
-        yield Needed(f"{root}.q_b_proj", (queries, config.q_lora_rank), is_linear=True)
+        yield Needed(
+            f"{root}.q_b_proj", (queries, config.q_lora_rank), is_linear=True, splits_outputs=True
+        )
     yield Needed(f"{root}.kv_a_proj_with_mqa", (config.kv_width, width), is_linear=True)
     yield Needed(f"{root}.kv_a_layernorm.weight", (latent,))
     expanded = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    yield Needed(f"{root}.kv_b_proj", (expanded, latent), is_linear=True)
+    yield Needed(f"{root}.kv_b_proj", (expanded, latent), is_linear=True, splits_outputs=True)
     yield Needed(
         f"{root}.o_proj", (width, heads * config.v_head_dim), is_linear=True, splits_inputs=True
     )
@@ -72,8 +82,8 @@ def _moe(config: ModelConfig, root: str) -> Iterator[Needed]:
 
 
 def _mlp(root: str, width: int, inter: int) -> Iterator[Needed]:
-    yield Needed(f"{root}.gate_proj", (inter, width), is_linear=True)
-    yield Needed(f"{root}.up_proj", (inter, width), is_linear=True)
+    yield Needed(f"{root}.gate_proj", (inter, width), is_linear=True, splits_outputs=True)
+    yield Needed(f"{root}.up_proj", (inter, width), is_linear=True, splits_outputs=True)
     yield Needed(f"{root}.down_proj", (width, inter), is_linear=True, splits_inputs=True)
 
 
@@ -102,6 +112,26 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig, shard: Shard) 
             raise _unknown(checkpoint, name)
 
 
+def bytes_to_read(checkpoint: Checkpoint, config: ModelConfig, shard: Shard) -> int:
+    """Bytes of the files that a rank reads: its rows, whole where it takes columns of them."""
+    total = 0
+    for needed in needed_tensors(config):
+        share = shard.size if needed.splits_outputs else 1
+        for name in _stored_names(checkpoint, needed):
+            stored = checkpoint.find(name)
+            total += (stored.end - stored.start) // share
+    return total
+
+
+def _stored_names(checkpoint: Checkpoint, needed: Needed) -> tuple[str, ...]:
+    """Where the numbers of a tensor are: by one name, or by two where it is packed."""
+    if not needed.is_linear:
+        return (needed.name,)
+    if f"{needed.name}.weight_packed" in checkpoint:
+        return f"{needed.name}.weight_packed", f"{needed.name}.weight_scale"
+    return (f"{needed.name}.weight",)
+
+
 def _check_one(
     checkpoint: Checkpoint, config: ModelConfig, shard: Shard, needed: Needed
 ) -> tuple[str, ...]:
@@ -114,7 +144,7 @@ def _check_one(
     if config.quantization != "int4" or packed not in checkpoint:
         checkpoint.require(f"{name}.weight", needed.shape)
         return (f"{name}.weight",)
-    _check_groups(needed, shard)
+    _check_groups(needed, shard, checkpoint.find(packed))
     outputs, inputs = needed.shape
     checkpoint.require(packed, (outputs, inputs // PER_WORD), ("I32",))
     checkpoint.require(scale, (outputs, inputs // INT4_GROUP))
@@ -122,29 +152,34 @@ def _check_one(
         checkpoint.require(shape, (2,), ("I32", "I64"))
         found = checkpoint.tensor(shape).tolist()
         if found != [outputs, inputs]:
-            raise CheckpointError(f"{shape} says {found} where {[outputs, inputs]} is wanted")
+            raise CheckpointError(
+                f"{shape} says {found} where {[outputs, inputs]} is wanted "
+                f"({checkpoint.find(shape).path})"
+            )
     return packed, scale, shape
 
 
-def _check_groups(needed: Needed, shard: Shard) -> None:
+def _check_groups(needed: Needed, shard: Shard, stored: StoredTensor) -> None:
     """A packed linear's inputs, and each rank's part of them, must be whole INT4 groups."""
     name, inputs = needed.name, needed.shape[1]
     if inputs % INT4_GROUP:
         raise CheckpointError(
-            f"{name} has {inputs} inputs; packed INT4 needs a multiple of {INT4_GROUP}"
+            f"{name} has {inputs} inputs; packed INT4 needs a multiple of {INT4_GROUP} "
+            f"({stored.path})"
         )
     if needed.splits_inputs and inputs % (INT4_GROUP * shard.size):
         raise ConfigError(
             f"tp {shard.size} leaves {inputs // shard.size} of the {inputs} inputs of {name} to a "
-            f"rank; packed INT4 needs a multiple of {INT4_GROUP}: choose a smaller tp"
+            f"rank; packed INT4 needs a multiple of {INT4_GROUP}: choose a smaller tp "
+            f"({stored.path})"
         )
 
 
 def _is_spare(name: str, config: ModelConfig) -> bool:
     """Tensors a published file may hold that nobody reads: prediction layers, rope tables."""
-    layer = _LAYER.match(name)
+    layer, predicting = _LAYER.match(name), config.num_nextn_predict_layers
     if layer is not None and int(layer[1]) >= config.num_hidden_layers:
-        return True
+        return predicting is None or int(layer[1]) < config.num_hidden_layers + predicting
     return name.endswith(".rotary_emb.inv_freq")
 
 

@@ -16,12 +16,14 @@ from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
 from kdray.model.layers import RmsNorm, linear_fp32
-from kdray.model.manifest import check_checkpoint, check_shard
+from kdray.model.manifest import bytes_to_read, check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.model.placed import PlacedCheckpoint
+from kdray.model.progress import LoadProgress
 from kdray.model.rope import Rope
-from kdray.model.weights import WeightReader
+from kdray.model.weights import WeightReader, load_threads
 
 # The epsilon of the q_a and kv_a norms is not in config.json: the family's own code uses this one.
 NORM_EPS_QKV = 1e-6
@@ -68,8 +70,9 @@ class TargetModel:
         device: str | torch.device = "cpu",
         norm_eps_qkv: float | None = None,
         taps: Sequence[int] = (),
+        threads: int | None = None,
     ) -> TargetModel:
-        """Read this rank's part of a model folder.
+        """Read this rank's part of a model folder, by several threads for a GPU.
 
         The folder and the split are checked whole before any weight is read: CheckpointError,
         UnsupportedModel or ConfigError say what is wrong.
@@ -79,17 +82,21 @@ class TargetModel:
         _check_taps(config, taps)
         checkpoint = Checkpoint.open(folder)
         check_checkpoint(checkpoint, config, shard)
-        reader = WeightReader(
-            checkpoint=checkpoint,
-            config=config,
-            shard=shard,
-            dtype=dtype,
-            device=torch.device(device),
-        )
+        device = torch.device(device)
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
-        return cls.read(
-            reader, ops=ops, collectives=collectives, norm_eps_qkv=eps, taps=tuple(taps)
-        )
+        total = bytes_to_read(checkpoint, config, shard)
+        with LoadProgress(total, f"weights of rank {shard.rank}") as progress:
+            reader = WeightReader(
+                checkpoint=PlacedCheckpoint(checkpoint, device, progress.add),
+                config=config,
+                shard=shard,
+                dtype=dtype,
+                device=device,
+                threads=threads or load_threads(device),
+            )
+            return cls.read(
+                reader, ops=ops, collectives=collectives, norm_eps_qkv=eps, taps=tuple(taps)
+            )
 
     @classmethod
     def read(
@@ -102,14 +109,14 @@ class TargetModel:
         taps: tuple[int, ...] = (),
     ) -> TargetModel:
         """The model of a checkpoint that has been checked."""
-        config, layers = reader.config, range(reader.config.num_hidden_layers)
+        config = reader.config
         return cls(
             config=config,
             ops=ops,
             shard=reader.shard,
             collectives=SoloCollectives() if collectives is None else collectives,
             embedding=reader.vocab_rows("model.embed_tokens"),
-            layers=tuple(_read_layer(reader, layer, ops, norm_eps_qkv) for layer in layers),
+            layers=reader.each_layer(lambda layer: _read_layer(reader, layer, ops, norm_eps_qkv)),
             final_norm=reader.norm("model.norm", config.rms_norm_eps),
             head=reader.vocab_rows("lm_head"),
             rope=Rope.of(config, reader.device),

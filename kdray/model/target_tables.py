@@ -11,6 +11,7 @@ from torch import Tensor
 from kdray.errors import ConfigError
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
+from kdray.model.placed import PlacedCheckpoint
 from kdray.model.target import TargetModel
 
 
@@ -35,7 +36,7 @@ class TargetTables:
     def read(cls, folder: str | Path, dtype: torch.dtype, device: torch.device) -> TargetTables:
         """Copies of both tables from the target's folder."""
         config = ModelConfig.from_folder(folder)
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
         shape = (config.vocab_size, config.hidden_size)
         tables = []
         for name in ("model.embed_tokens.weight", "lm_head.weight"):

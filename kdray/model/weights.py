@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +21,40 @@ from kdray.model.moe import DenseMLP, MoE, Router
 from kdray.model.parallel import Shard
 from kdray.model.rope import softmax_scale
 
+MOST_THREADS = 8
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightReader:
-    """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32."""
+    """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32.
+
+    threads   that read a layer each at the same time
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     shard: Shard
     dtype: torch.dtype
     device: torch.device
+    threads: int = 1
+
+    def each_layer(self, read: Callable[[int], T]) -> tuple[T, ...]:
+        """read(0), read(1), .. by several threads; the first error ends them all."""
+        layers = range(self.config.num_hidden_layers)
+        if self.threads == 1:
+            return tuple(read(layer) for layer in layers)
+        with ThreadPoolExecutor(self.threads, "kdray-load", self._enter_device) as pool:
+            try:
+                return tuple(pool.map(read, layers))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _enter_device(self) -> None:
+        """A new thread works on GPU 0 otherwise, which may be another rank's."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def plain(self, name: str, rows: slice | None = None) -> Tensor:
         return self._placed(self.checkpoint.tensor(f"{name}.weight", rows))
@@ -111,3 +139,8 @@ class WeightReader:
 def _rows_of(heads: slice, width: int) -> slice:
     """The rows (or columns) that a run of heads of `width` numbers each takes."""
     return slice(heads.start * width, heads.stop * width)
+
+
+def load_threads(device: torch.device) -> int:
+    """Threads that read: a disk and a PCIe link want several; on a CPU torch has its own."""
+    return min(MOST_THREADS, os.cpu_count() or 1) if device.type == "cuda" else 1

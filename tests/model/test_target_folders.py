@@ -9,7 +9,7 @@ import torch
 
 from kdray.errors import CheckpointError, UnsupportedModel
 from kdray.kernels.ops import load_ops
-from kdray.model.checkpoint import Checkpoint
+from kdray.model.stored import ShardFile
 from kdray.model.target import TargetModel
 from tests.model.paged import PagedRunner, Part
 from tests.model.tiny import INT4_SCHEME, edit_config, edit_tensors, save_int4, save_plain
@@ -30,7 +30,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read before the check")
 
-    monkeypatch.setattr(Checkpoint, "tensor", refuse)
+    monkeypatch.setattr(ShardFile, "read_into", refuse)
 
 
 def load(folder: Path) -> TargetModel:
@@ -80,6 +80,7 @@ def test_unknown_tensors(folder: Path) -> None:
 
 
 def test_prediction_layers_and_rope_tables_are_skipped(folder: Path) -> None:
+    edit_config(folder, num_nextn_predict_layers=1)
     before = load(folder)
     edit_tensors(
         folder,
