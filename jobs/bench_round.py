@@ -227,7 +227,7 @@ def random_engine(config: EngineConfig, context: int) -> tuple[Engine, list[list
     num_pages = facts.num_pages + SPARE_PAGES
     cache = KVCache(
         num_layers=model.num_layers, num_pages=num_pages, page_size=config.page_size,
-        width=model.kv_width, dtype=facts.dtype, device=facts.device,
+        row=facts.kv_row, device=facts.device,
     )  # fmt: skip
     drafter = None
     if config.mode != "plain":

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from kdray.actors.placement import Placement
-from kdray.config import Device, DType, EngineConfig, FaultPolicy, Mode
+from kdray.config import Device, DType, EngineConfig, FaultPolicy, KVDType, Mode
 from kdray.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
@@ -32,7 +32,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter", default=_DEFAULTS.drafter, metavar="auto|none|PATH", help="DFlash folder")
     add("--tp", type=int, default=_DEFAULTS.tp, metavar="N", help="tensor-parallel ranks")
     add("--device", choices=get_args(Device), default=_DEFAULTS.device, help="of every rank")
-    add("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help="of weights and cache")
+    add("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help="of weights and activations")
+    add("--kv-dtype", choices=get_args(KVDType), default=_DEFAULTS.kv_dtype, help="of the KV cache")
     add("--mode", choices=get_args(Mode), default=_DEFAULTS.mode, help="how to speculate")
     add("--budget", type=int, default=_DEFAULTS.budget, metavar="B", help="draft nodes a tree")
     add("--candidates", type=int, default=_DEFAULTS.candidates, metavar="K", help="per depth")
@@ -96,6 +97,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         tp=arguments.tp,
         device=arguments.device,
         dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype,
         mode=arguments.mode,
         budget=arguments.budget,
         candidates=arguments.candidates,

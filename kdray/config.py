@@ -10,6 +10,7 @@ from kdray.errors import ConfigError
 Mode = Literal["tree", "chain", "plain"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
+KVDType = Literal["auto", "bf16", "fp8"]
 
 MAX_BUDGET = 1024
 MAX_CANDIDATES = 64
@@ -67,6 +68,8 @@ class EngineConfig:
     drafter             "auto" (the demo's own for the demo, else none), "none", or a DFlash folder
     tp                  tensor-parallel ranks, one process (and one GPU) each
     dtype               "auto": float32 on a CPU, bfloat16 on a GPU
+    kv_dtype            of the target's KV. "auto": as dtype; "fp8": latents in 8 bits with a scale a
+                        row, 44 % fewer bytes for Kimi, for models that run in bfloat16
     mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
     candidates          K, the drafter's best tokens kept at every depth
     max_requests        requests that run at the same time; further ones wait
@@ -94,6 +97,7 @@ class EngineConfig:
     tp: int = 1
     device: Device = "auto"
     dtype: DType = "auto"
+    kv_dtype: KVDType = "auto"
     mode: Mode = "tree"
     budget: int = 16
     candidates: int = 16
@@ -116,6 +120,7 @@ class EngineConfig:
         _one_of("mode", self.mode, get_args(Mode))
         _one_of("device", self.device, get_args(Device))
         _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("kv_dtype", self.kv_dtype, get_args(KVDType))
         _between("tp", self.tp, 1, 1024)
         _between("budget", self.budget, 0, MAX_BUDGET)
         _between("candidates", self.candidates, 1, MAX_CANDIDATES)

@@ -91,8 +91,7 @@ def build_verifier(
         num_layers=model.num_layers,
         num_pages=facts.num_pages + SPARE_PAGES,
         page_size=config.page_size,
-        width=model.kv_width,
-        dtype=facts.dtype,
+        row=facts.kv_row,
         device=facts.device,
     )
     return Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)

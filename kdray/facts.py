@@ -12,6 +12,7 @@ from kdray import demo
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError
 from kdray.kernels.cuda_trees import MAX_DEPTH
+from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.verifier.kv_cache import KVCache
 
@@ -28,6 +29,7 @@ class EngineFacts:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    kv_row: RowFormat
     threads: int
     max_model_len: int
     num_pages: int
@@ -42,6 +44,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
     model = ModelConfig.from_folder(target)
     device = _device(config)
     dtype = _dtype(config, device)
+    kv_row = _kv_row(config, model, dtype)
     max_model_len = _max_model_len(config, model)
     return EngineFacts(
         name=config.model if config.model == "demo" else target.name,
@@ -50,9 +53,10 @@ def resolve(config: EngineConfig) -> EngineFacts:
         model=model,
         device=device,
         dtype=dtype,
+        kv_row=kv_row,
         threads=config.threads or _threads(config.tp),
         max_model_len=max_model_len,
-        num_pages=config.num_pages or _num_pages(config, model, dtype, device, max_model_len),
+        num_pages=config.num_pages or _num_pages(config, model, kv_row, device, max_model_len),
     )
 
 
@@ -88,6 +92,16 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
+def _kv_row(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> RowFormat:
+    kept_as = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8}[config.kv_dtype]
+    if kept_as != dtype and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"kv_dtype {config.kv_dtype!r} is for models that run in bfloat16, and this one runs in "
+            "float32; add dtype 'bfloat16' (--dtype bfloat16) or leave kv_dtype at 'auto'"
+        )
+    return RowFormat.of(model.kv_lora_rank, model.qk_rope_head_dim, kept_as)
+
+
 def _threads(tp: int) -> int:
     """torch threads of a rank on a CPU: one core stays free for Ray, the endpoint and the client.
 
@@ -113,7 +127,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _num_pages(
     config: EngineConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
+    kv_row: RowFormat,
     device: torch.device,
     max_model_len: int,
 ) -> int:
@@ -123,8 +137,7 @@ def _num_pages(
     page_bytes = KVCache.bytes_per_page(
         num_layers=model.num_hidden_layers,
         page_size=config.page_size,
-        width=model.kv_width,
-        dtype=dtype,
+        row=kv_row,
         device=device,
     )
     affordable = config.kv_memory_bytes // page_bytes

@@ -176,7 +176,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Absorbed MLA over the paged latent cache with a draft tree behind the prefix.
 
-        query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the
+        query [T, H, C + D], cache [S, C + D] (or rows in fp8, latent_rows.py) -> [T, H, C]: softmax(scale * q . key) over the
         visible keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
         The rows' own KV is already in the cache.
         """
@@ -206,7 +206,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Write the rows' KV, and rotate their queries.
 
-        kv [T, C + D] as projected: cache[slot] = [norm(latent) | rotated key], cache [S, C + D].
+        kv [T, C + D] as projected: cache[slot] = [norm(latent) | rotated key], cache [S, C + D] or
+        rows in fp8 (latent_rows.py).
         query [T, H, N + D] -> [T, H, C + D], whose last D numbers are the query's, rotated. The
         first C hold nothing yet: W_UK's share of an absorbed query goes there.
         """

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.tree import WORD_BITS, mask_to_bool
+from kdray.kernels.latent_rows import gathered
 from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
 TILE_ROWS = 256  # rows of a long request attended at once
@@ -65,7 +66,8 @@ def attend(
     if tile.rows is not None:
         query = query.index_select(0, tile.rows)
     q = query.float().reshape(groups, rows * heads, -1)
-    key = cache.index_select(0, tile.slots).float().view(groups, keys, -1)
+    key = gathered(cache, tile.slots, latent_dim, query.shape[2] - latent_dim).float()
+    key = key.view(groups, keys, -1)
     scores = torch.bmm(q, key.transpose(1, 2)).mul_(scale)
     if tile.bias is not None:
         scores.view(groups, rows, heads, keys).add_(tile.bias)
@@ -186,7 +188,8 @@ def attend_on_device(
     requests, nodes, _ = batch.mask.shape
     offset = torch.arange(batch.page_size, device=cache.device)
     slots = (batch.page_table.long()[:, :, None] * batch.page_size + offset).flatten(1)
-    key = cache[slots].float()
+    key = gathered(cache, slots.flatten(), latent_dim, query.shape[2] - latent_dim).float()
+    key = key.view(*slots.shape, -1)
     q = query.float().view(requests, nodes, *query.shape[1:])
     scores = torch.einsum("rnhd,rsd->rnhs", q, key) * scale
     seen = _seen_on_device(batch, slots.shape[1])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdray.kernels.latent_rows import is_fp8, quantised
 from kdray.kernels.ops import Norm, PlacedRows, RoutingRule
 
 
@@ -40,8 +41,12 @@ def rope_cache(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm:
     latent_dim = norm.weight.shape[0]
     key_dim = kv.shape[1] - latent_dim
     latent, key = kv.split_with_sizes([latent_dim, key_dim], dim=-1)
-    row = torch.cat([rms_norm(latent, norm), rotate(key, rows.turns)], dim=-1)
-    cache.index_copy_(0, rows.slot, row.to(cache.dtype))
+    latent, key = rms_norm(latent, norm), rotate(key, rows.turns)
+    if is_fp8(cache):
+        row = quantised(latent, key)
+    else:
+        row = torch.cat([latent, key], dim=-1).to(cache.dtype)
+    cache.index_copy_(0, rows.slot, row)
     absorbed = query.new_empty(*query.shape[:2], latent_dim + key_dim)
     _, rotated = absorbed.split_with_sizes([latent_dim, key_dim], dim=-1)
     rotated.copy_(rotate(query[..., -key_dim:], rows.turns[:, None]))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.latent_rows import gathered
 from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops
 from kdray.model.layers import RmsNorm
 from kdray.model.prefill import attend_block, merge_states
@@ -145,9 +146,9 @@ class LatentAttention:
     scale: float
 
     def partial(self, x: Tensor, rows: Rows, cache: Tensor) -> Tensor:
-        """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, C + D]."""
-        num_heads, nope, _ = self.key_up.shape
-        kv_width = cache.shape[1]
+        """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, ..]."""
+        num_heads, nope, latent_dim = self.key_up.shape
+        kv_width = latent_dim + 2 * rows.turns.shape[1]
         hidden, kv = (x @ self.down).split_with_sizes(
             [self.down.shape[1] - kv_width, kv_width], dim=-1
         )
@@ -189,10 +190,13 @@ class LatentAttention:
     def _expanded(self, query: Tensor, cache: Tensor, long: LongRows) -> Tensor:
         """query [t, H, N + D] -> [t, H, V]: what was cached block by block, then the rows' own."""
         query, cached = query.transpose(0, 1), long.num_cached
+        _, nope, latent_dim = self.key_up.shape
+        rope_dim = query.shape[2] - nope
         starts = [*range(0, cached, KEY_BLOCK), cached]
         state = None
         for start, end in pairwise([*starts, cached + query.shape[1]]):
-            key, value = self._expand(cache[long.slots[start:end]].to(self.key_up.dtype))
+            kept = gathered(cache, long.slots[start:end], latent_dim, rope_dim)
+            key, value = self._expand(kept.to(self.key_up.dtype))
             block = attend_block(query, key, value, self.scale, causal=start == cached)
             state = block if state is None else merge_states(state, block)
         assert state is not None, "a chunk has rows"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
 from kdray.kernels.cuda_attention import AttentionRows
+from kdray.kernels.latent_rows import dequantised, quantised
 from kdray.kernels.ops import AttentionBatch
 
 CHAIN, BUSHY, STAR = "chain", "bushy", "star"
@@ -163,3 +164,19 @@ def difference(out: Tensor, wanted: Tensor) -> float:
     relative = off / wanted.norm(dim=-1).clamp_min(1e-30)
     relative = torch.where(off == 0, torch.zeros_like(off), relative)
     return float(relative.nan_to_num(nan=torch.inf).max()) if relative.numel() else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredCase:
+    """The same batch over rows in fp8; case.cache is what the rows stand for, in float32."""
+
+    case: Case
+    rows: Tensor
+
+
+def quantised_case(case: Case, latent: int) -> StoredCase:
+    """What no request has written is bytes of NaN, scales and all."""
+    cache, rope = case.cache, case.cache.shape[1] - latent
+    rows = quantised(cache[:, :latent], cache[:, latent:])
+    rows[cache.isnan().all(1)] = 0xFF
+    return StoredCase(replace(case, cache=dequantised(rows, latent, rope)), rows)
