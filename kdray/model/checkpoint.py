@@ -60,9 +60,7 @@ class Cut:
 
     def read(self, rows: range, target: Tensor) -> None:
         """Whole rows into target [len(rows) * row_bytes] uint8, on the host."""
-        self.stored.shard.read_into(
-            memoryview(target.numpy()), self.start + rows.start * self.row_bytes
-        )
+        self.stored.shard.read_into(target.numpy().data, self.start + rows.start * self.row_bytes)
 
 
 class Checkpoint:

@@ -227,8 +227,8 @@ def _quantization(values: object, path: Path) -> Quantization:
     if wrong:
         raise UnsupportedModel(
             f"{path}: quantization_config is not supported ({', '.join(wrong)}); kdray "
-            "reads unquantised weights and compressed-tensors pack-quantized INT4 (symmetric, groups of "
-            f"{INT4_GROUP}, no actorder)"
+            "reads unquantised weights and compressed-tensors pack-quantized INT4 (symmetric, "
+            f"groups of {INT4_GROUP}, no actorder)"
         )
     return "int4"
 
