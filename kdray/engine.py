@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdray.config import EngineConfig
+from kdray.core.buckets import Buckets
 from kdray.core.budget import Speculation
 from kdray.core.pages import PageAllocator
 from kdray.core.plan import VerifierGroup
 from kdray.core.request import Request, SamplingParams
-from kdray.driver.ahead import AheadDecoder, Buckets
+from kdray.driver.ahead import AheadDecoder
 from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
 from kdray.driver.running import RunningState, on_device
@@ -27,13 +28,16 @@ from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
+from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.drafter import DFlashDrafter, Drafter
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.model.target import TargetModel
+from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.local_group import LocalGroup
+from kdray.verifier.rank_group import RankGroup
 from kdray.verifier.verifier import Verifier
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "EngineFacts",
     "assemble",
     "build_engine",
+    "build_follower",
     "build_verifier",
     "make_request",
     "resolve",
@@ -109,23 +114,64 @@ def build_engine(
     """Rank 0: the drafter, its own verifier, the group around it, the driver above.
 
     runs_ahead   decode in device rounds, ahead of the host; None: where they can be CUDA graphs.
-                 For one rank alone.
+                 All ranks decide alike (build_follower).
     """
     ops = load_ops(facts.device)
     shard = shard or Shard()
-    draft = DFlashConfig.from_folder(facts.drafter) if facts.drafter else None
+    draft = _draft_config(facts)
     taps = draft.target_layer_ids if draft else ()
     if runs_ahead is None:
-        on_one_gpu = facts.device.type == "cuda" and shard.size == 1
-        runs_ahead = config.graphs and on_one_gpu and _fits_rounds(config, facts, draft)
+        runs_ahead = _runs_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
     verifier = build_verifier(
         config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
     )
     drafter = _load_drafter(config, facts, ops, verifier.model if shard.size == 1 else facts.target)
-    if round_ops is None:
-        return assemble(config, facts, ops, drafter, make_group(verifier))
-    return assemble(config, facts, ops, drafter, LocalGroup(verifier), round_ops)
+    return assemble(config, facts, ops, drafter, make_group(verifier), round_ops)
+
+
+def build_follower(
+    config: EngineConfig,
+    facts: EngineFacts,
+    *,
+    shard: Shard,
+    collectives: Collectives,
+    runs_ahead: bool | None = None,
+) -> tuple[Verifier, FollowerRounds | None]:
+    """Any other rank: its verifier and, where rank 0 runs ahead, its side of the device rounds.
+
+    On GPUs it records its graphs here, which ends when rank 0 records its own.
+    """
+    if runs_ahead is None:
+        runs_ahead = _runs_ahead(config, facts)
+    round_ops = load_round_ops(facts.device) if runs_ahead else None
+    ops = load_ops(facts.device)
+    verifier = build_verifier(
+        config, facts, ops, shard=shard, collectives=collectives, round_ops=round_ops
+    )
+    if not runs_ahead:
+        return verifier, None
+    draft = _draft_config(facts) if config.mode != "plain" else None
+    speculation = _speculation(config, draft.block_size - 1 if draft else None)
+    scheduler = _scheduler(config, facts, speculation, runs_ahead=True)
+    tables = PageTables(
+        slots=config.max_requests,
+        pages=scheduler.pages.pages_for(scheduler.most_places),
+        page_size=config.page_size,
+        spare_page=facts.num_pages,
+        device=facts.device,
+    )
+    rounds = FollowerRounds(
+        verifier,
+        collectives,
+        tables,
+        buckets=_buckets(config, speculation),
+        depth=speculation.depth,
+    )
+    if facts.device.type == "cuda":
+        with on_device(facts.device):
+            rounds.capture()
+    return verifier, rounds
 
 
 def assemble(
@@ -138,28 +184,14 @@ def assemble(
 ) -> Engine:
     """The driver above a group of verifiers and a drafter (None: plain decoding).
 
-    round_ops   for device rounds; the group is then a local one
+    round_ops   for device rounds; the group and the drafter then take part in them
     """
-    speculation = Speculation(
-        mode=config.mode if drafter else "plain",
-        budget=config.budget,
-        depth=drafter.depth if drafter else 0,
-        candidates=config.candidates,
-    )
-    scheduler = Scheduler(
-        limits=Limits(
-            max_requests=config.max_requests,
-            max_model_len=facts.max_model_len,
-            prefill_chunk=config.prefill_chunk,
-            vocab_size=facts.model.vocab_size,
-        ),
-        pages=PageAllocator(facts.num_pages, config.page_size),
-        speculation=speculation,
-        runs_ahead=round_ops is not None,
-    )
+    speculation = _speculation(config, drafter.depth if drafter else None)
+    scheduler = _scheduler(config, facts, speculation, runs_ahead=round_ops is not None)
     decoder = None
     if round_ops is not None:
-        assert isinstance(verifiers, LocalGroup) and isinstance(drafter, DFlashDrafter | None)
+        assert isinstance(verifiers, LocalGroup | RankGroup)
+        assert isinstance(drafter, DFlashDrafter | None)
         state = _running_state(config, facts, scheduler)
         parts = RoundParts(
             drafter=drafter,
@@ -179,6 +211,46 @@ def assemble(
         decoder=decoder,
     )
     return Engine(facts=facts, driver=driver, speculation=speculation)
+
+
+def _draft_config(facts: EngineFacts) -> DFlashConfig | None:
+    return DFlashConfig.from_folder(facts.drafter) if facts.drafter else None
+
+
+def _speculation(config: EngineConfig, depth: int | None) -> Speculation:
+    """depth: of the drafter's blocks; None: there is no drafter."""
+    return Speculation(
+        mode="plain" if depth is None else config.mode,
+        budget=config.budget,
+        depth=depth or 0,
+        candidates=config.candidates,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, facts: EngineFacts, speculation: Speculation, *, runs_ahead: bool
+) -> Scheduler:
+    return Scheduler(
+        limits=Limits(
+            max_requests=config.max_requests,
+            max_model_len=facts.max_model_len,
+            prefill_chunk=config.prefill_chunk,
+            vocab_size=facts.model.vocab_size,
+        ),
+        pages=PageAllocator(facts.num_pages, config.page_size),
+        speculation=speculation,
+        runs_ahead=runs_ahead,
+    )
+
+
+def _buckets(config: EngineConfig, speculation: Speculation) -> Buckets:
+    return Buckets.of(config.max_requests, speculation.draft_nodes(1 << 30))
+
+
+def _runs_ahead(config: EngineConfig, facts: EngineFacts) -> bool:
+    """Where device rounds can be CUDA graphs. Every rank finds the same."""
+    on_gpu = config.graphs and facts.device.type == "cuda"
+    return on_gpu and _fits_rounds(config, facts, _draft_config(facts))
 
 
 def _fits_rounds(config: EngineConfig, facts: EngineFacts, draft: DFlashConfig | None) -> bool:
@@ -204,10 +276,7 @@ def _running_state(config: EngineConfig, facts: EngineFacts, scheduler: Schedule
 
 def _decoder(config: EngineConfig, parts: RoundParts, speculation: Speculation) -> AheadDecoder:
     """The device rounds of every size; on a GPU captured as CUDA graphs."""
-    budget = speculation.draft_nodes(1 << 30)
-    decoder = AheadDecoder(
-        parts, Buckets.of(config.max_requests, budget), speculation.candidates_kept
-    )
+    decoder = AheadDecoder(parts, _buckets(config, speculation), speculation.candidates_kept)
     if parts.state.slots.root.device.type == "cuda":
         start = time.perf_counter()
         with on_device(parts.state.slots.root.device):

@@ -8,8 +8,7 @@ import torch
 from kdray.actors.processes import RankProcess, own_process
 from kdray.actors.rendezvous import Rendezvous
 from kdray.config import EngineConfig
-from kdray.engine import build_verifier, resolve
-from kdray.kernels.ops import load_ops
+from kdray.engine import build_follower, resolve
 from kdray.logs import show_logs
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
@@ -48,17 +47,13 @@ class VerifierActor:
             device=facts.device,
             timeout_s=config.step_timeout_s,
         )
-        verifier = build_verifier(
-            config,
-            facts,
-            load_ops(facts.device),
-            shard=Shard(rank, config.tp),
-            collectives=collectives,
+        verifier, rounds = build_follower(
+            config, facts, shard=Shard(rank, config.tp), collectives=collectives
         )
         beat = Heartbeat(rendezvous.heartbeat(rank)).beat
         receiver = ZmqReceiver(rendezvous.endpoint(rank), idle=beat)
         self._worker = RankWorker(
-            verifier, receiver, collectives, facts.device, Recorder(rank), beat
+            verifier, receiver, collectives, facts.device, Recorder(rank), beat, rounds
         )
 
     @ray.method(concurrency_group=CONTROL)

@@ -203,11 +203,30 @@ class VerifierGroup(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundOrder:
+    """What the host says of a device round to ranks that are not its own.
+
+    size     requests and nodes of the round's bucket
+    slot     [R] int32: who takes part; below 0: a row of padding
+    tables   slots whose page tables have changed since the last round, with the new ones
+    """
+
+    size: tuple[int, int]
+    slot: Int32Array
+    tables: tuple[tuple[int, Int32Array], ...]
+
+
 class DeviceVerifierGroup(Protocol):
     """A group that also runs steps without the host: all it reads and writes lies on the device.
 
-    Calls alternate as in VerifierGroup, and may be captured in a CUDA graph.
+    Every round is ordered once; the two calls of a round alternate as in VerifierGroup, and may be
+    captured in a CUDA graph.
     """
+
+    def order_round(self, order: RoundOrder) -> None:
+        """From the host, before the round that it speaks of is enqueued."""
+        ...
 
     def verify_on_device(
         self, trees: DraftTrees, position: Array, rows: RunningRows

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.core.plan import RequestResult
+from kdray.core.buckets import Buckets, BucketSize
+from kdray.core.plan import RequestResult, RoundOrder
 from kdray.core.request import Request
 from kdray.driver.device_round import (
     BONUS,
@@ -43,26 +44,6 @@ class InFlight:
     arrived: torch.cuda.Event | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """The sizes rounds are made for, ascending; a step runs in the least that holds it."""
-
-    requests: tuple[int, ...]
-    num_nodes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, max_requests: int, max_budget: int) -> Buckets:
-        """Powers of two up to the most requests; trees of the whole budget, or roots alone."""
-        powers = [1 << k for k in range(max_requests.bit_length()) if 1 << k < max_requests]
-        return cls(requests=(*powers, max_requests), num_nodes=tuple(sorted({1, 1 + max_budget})))
-
-    def choose(self, requests: int, num_nodes: int) -> tuple[int, int]:
-        return (
-            next(size for size in self.requests if size >= requests),
-            next(size for size in self.num_nodes if size >= num_nodes),
-        )
-
-
 class AheadDecoder:
     """Launches device rounds for the scheduler's steps and reads their reports."""
 
@@ -73,12 +54,8 @@ class AheadDecoder:
         self._candidates = candidates
         self._device = parts.state.slots.root.device
         self._on_gpu = self._device.type == "cuda"
-        self._rounds = {
-            (requests, nodes): DeviceRound(parts, requests, nodes)
-            for requests in buckets.requests
-            for nodes in buckets.num_nodes
-        }
-        self._last_inputs: dict[tuple[int, int], Int32Array] = {}
+        self._rounds = {size: DeviceRound(parts, *size) for size in buckets.sizes()}
+        self._last_inputs: dict[BucketSize, Int32Array] = {}
         self._placed: dict[int, tuple[Request, int]] = {}  # slot -> request and its preemptions
         self._tables: dict[int, Int32Array] = {}  # slot -> its page table on the device
         shape = (buckets.requests[-1], FIRST_DRAFT + parts.depth)
@@ -92,7 +69,7 @@ class AheadDecoder:
         before = torch.cuda.memory_reserved(self._device)
         pool = torch.cuda.graph_pool_handle()
         gc.collect()  # what is freed on the device while a graph is recorded would break it
-        for done, size in enumerate(sorted(self._rounds, reverse=True)):
+        for done, size in enumerate(self._buckets.sizes()):
             progress(done, len(self._rounds))
             self._rounds[size].capture(pool)
         progress(len(self._rounds), len(self._rounds))
@@ -100,10 +77,11 @@ class AheadDecoder:
 
     def launch(self, step: AheadStep) -> InFlight:
         """Enqueue a step behind whatever runs."""
-        self._place(step)
         size = self._buckets.choose(len(step.requests), 1 + max(step.budgets))
-        chosen = self._rounds[size]
-        self._write_inputs(size, chosen, step)
+        chosen, inputs = self._rounds[size], self._inputs_of(size, step)
+        moved = self._place(step)
+        self._parts.verifiers.order_round(RoundOrder(size=size, slot=inputs[0], tables=moved))
+        self._write_inputs(size, chosen, inputs)
         chosen.run()
         report = self._reports[self._launched % REPORTS][: len(step.requests)]
         self._launched += 1
@@ -121,8 +99,10 @@ class AheadDecoder:
         rows = flight.report.tolist()
         return [_result(*pair) for pair in zip(flight.step.requests, rows, strict=True)]
 
-    def _place(self, step: AheadStep) -> None:
-        joining, slots, tables = [], [], []
+    def _place(self, step: AheadStep) -> tuple[tuple[int, Int32Array], ...]:
+        """Tell the device who joined and whose pages have grown; the latter."""
+        joining: list[Placement] = []
+        moved: list[tuple[int, Int32Array]] = []
         for request, pages in zip(step.requests, step.pages, strict=True):
             slot = held_slot(request)
             if self._tables.get(slot) is pages:
@@ -132,18 +112,22 @@ class AheadDecoder:
                 self._placed[slot] = (request, request.num_preemptions)
                 joining.append(_placement(request))
             self._tables[slot] = pages
-            slots.append(slot)
-            tables.append(pages)
+            moved.append((slot, pages))
         self._parts.state.place(joining)
-        self._parts.state.place_pages(slots, tables)
+        self._parts.state.place_pages(moved)
+        return tuple(moved)
 
-    def _write_inputs(self, size: tuple[int, int], chosen: DeviceRound, step: AheadStep) -> None:
+    def _inputs_of(self, size: BucketSize, step: AheadStep) -> Int32Array:
+        """As DeviceRound.inputs."""
         inputs = np.zeros((3, size[0]), dtype=np.int32)
         inputs[0] = -1
         real = slice(len(step.requests))
         inputs[0, real] = [held_slot(request) for request in step.requests]
         inputs[1, real] = step.budgets
         inputs[2, real] = self._candidates
+        return inputs
+
+    def _write_inputs(self, size: BucketSize, chosen: DeviceRound, inputs: Int32Array) -> None:
         last = self._last_inputs.get(size)
         if last is not None and np.array_equal(last, inputs):
             return

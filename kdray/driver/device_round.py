@@ -25,6 +25,7 @@ from kdray.core.plan import (
 )
 from kdray.core.tree import ABSENT
 from kdray.driver.running import RunningState
+from kdray.kernels.graphs import record
 from kdray.kernels.round_ops import PlacedTrees, RoundOps
 from kdray.model.drafter import DeviceDrafter
 
@@ -74,15 +75,7 @@ class DeviceRound:
 
     def capture(self, pool: Any) -> None:
         """Record the round as a CUDA graph. Both runs before it are of padding alone."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.round()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self.round()
-        self._replay = graph.replay
+        self._replay = record(self.round, pool)
 
     @torch.inference_mode()
     def round(self) -> None:

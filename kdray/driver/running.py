@@ -17,6 +17,7 @@ from torch import Tensor
 from kdray.core.plan import RunningRows
 from kdray.core.request import SamplingParams
 from kdray.core.sampling import divisor_of
+from kdray.kernels.page_tables import PageTables, upload
 from kdray.kernels.round_ops import SlotState
 
 Int32Array = NDArray[np.int32]
@@ -52,32 +53,31 @@ class RunningState:
     def __init__(
         self, *, slots: int, pages: int, page_size: int, spare_page: int, device: torch.device
     ) -> None:
-        self.padding = slots
-        self.page_size = page_size
+        self._tables = PageTables(
+            slots=slots, pages=pages, page_size=page_size, spare_page=spare_page, device=device
+        )
         self._small = torch.zeros(4, slots + 1, dtype=torch.int32, device=device)
         self._wide = torch.zeros(3, slots + 1, dtype=torch.int64, device=device)
         self._wide[TOP_P] = _bits(1.0)
-        self._pages = torch.full((slots + 1, pages), spare_page, dtype=torch.int32, device=device)
-        self._spare_page = spare_page
 
     @property
     def slots(self) -> SlotState:
         return SlotState(
             root=self._small[ROOT],
             root_position=self._small[ROOT_POSITION],
-            page_table=self._pages,
-            page_size=self.page_size,
+            page_table=self._tables.table,
+            page_size=self._tables.page_size,
         )
 
     def rows(self, slot: Tensor) -> RunningRows:
         """The requests at slot [R] int32; below 0: a row of padding."""
-        own = torch.where(slot < 0, self.padding, slot).long()
+        own = self._tables.own(slot)
         small, wide = self._small.index_select(1, own), self._wide.index_select(1, own)
         return RunningRows(
             root=small[ROOT],
             root_position=small[ROOT_POSITION],
-            page_table=self._pages.index_select(0, own),
-            page_size=self.page_size,
+            page_table=self._tables.table.index_select(0, own),
+            page_size=self._tables.page_size,
             temperature=small[TEMPERATURE].view(torch.float32),
             top_k=small[TOP_K],
             top_p=wide[TOP_P].view(torch.float64),
@@ -89,25 +89,14 @@ class RunningState:
         """Write what the host knows of new requests; in stream order, without waiting."""
         if not joining:
             return
-        slot = self._upload(np.array([p.slot for p in joining], dtype=np.int64))
-        self._small.index_copy_(1, slot, self._upload(_small(joining)))
-        self._wide.index_copy_(1, slot, self._upload(_wide(joining)))
+        device = self._small.device
+        slot = upload(np.array([p.slot for p in joining], dtype=np.int64), device)
+        self._small.index_copy_(1, slot, upload(_small(joining), device))
+        self._wide.index_copy_(1, slot, upload(_wide(joining), device))
 
-    def place_pages(self, slots: Sequence[int], tables: Sequence[Int32Array]) -> None:
-        """Page tables of some slots, filled up with the spare page."""
-        if not slots:
-            return
-        rows = np.full((len(slots), self._pages.shape[1]), self._spare_page, dtype=np.int32)
-        for row, table in zip(rows, tables, strict=True):
-            row[: len(table)] = table
-        index = self._upload(np.array(slots, dtype=np.int64))
-        self._pages.index_copy_(0, index, self._upload(rows))
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        if self._pages.device.type == "cuda":
-            host = host.pin_memory()  # torch keeps the memory until the copy is done
-        return host.to(self._pages.device, non_blocking=True)
+    def place_pages(self, moved: Sequence[tuple[int, Int32Array]]) -> None:
+        """New page tables of some slots."""
+        self._tables.place(moved)
 
 
 def _small(joining: Sequence[Placement]) -> Int32Array:

@@ -8,6 +8,7 @@ from kdray.core.plan import (
     AcceptedPaths,
     DeviceVerified,
     DraftTrees,
+    RoundOrder,
     RunningRows,
     StepPlan,
     Verified,
@@ -27,6 +28,9 @@ class LocalGroup:
 
     def commit(self, paths: AcceptedPaths) -> None:
         self._verifier.commit(paths)
+
+    def order_round(self, order: RoundOrder) -> None:
+        """There are no other ranks to tell."""
 
     def verify_on_device(
         self, trees: DraftTrees, position: Tensor, rows: RunningRows

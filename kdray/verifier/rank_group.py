@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kdray.core.plan import AcceptedPaths, DraftTrees, StepPlan, Verified
+from kdray.core.plan import (
+    AcceptedPaths,
+    DeviceVerified,
+    DraftTrees,
+    RoundOrder,
+    RunningRows,
+    StepPlan,
+    Verified,
+)
 from kdray.core.profile import ProfileOrder
 from kdray.model.parallel import Collectives
 from kdray.profiling.recorder import Recorder
+from kdray.verifier.follower import FollowerRounds, pack_paths, pack_round, unpack_paths
 from kdray.verifier.verifier import Verifier
 from kdray.verifier.wire import Kind, StepHeader, decode, encode
 
@@ -46,20 +56,37 @@ class RankGroup:
         self._pending: AcceptedPaths | None = None
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified:
-        paths, self._pending = self._pending, None
         header = StepHeader(
             kind=Kind.STEP,
             plan=plan,
             num_nodes=trees.token.shape[1],
             num_words=trees.mask.shape[2],
-            commit_width=paths.node.shape[1] if paths else 0,
         )
-        self._sender.send(encode(header))
-        if paths is not None:
-            self._collectives.broadcast(_pack_paths(paths))
-            self._verifier.commit(paths)
+        self._send(header)
         self._collectives.broadcast(_pack_trees(trees))
         return self._verifier.verify(plan, trees)
+
+    def _send(self, header: StepHeader) -> None:
+        """A header, and behind it the commit that waited for it."""
+        paths, self._pending = self._pending, None
+        width = paths.node.shape[1] if paths is not None else 0
+        self._sender.send(encode(replace(header, commit_width=width)))
+        if paths is not None:
+            self._collectives.broadcast(pack_paths(paths))
+            self._verifier.commit(paths)
+
+    def order_round(self, order: RoundOrder) -> None:
+        self._send(StepHeader(kind=Kind.ROUND, plan=None, round=order))
+
+    def verify_on_device(
+        self, trees: DraftTrees, position: Tensor, rows: RunningRows
+    ) -> DeviceVerified:
+        self._collectives.broadcast(pack_round(trees, position, rows))
+        return self._verifier.verify_on_device(trees, position, rows)
+
+    def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
+        self._collectives.broadcast(pack_paths(paths))
+        self._verifier.commit_on_device(paths, rows)
 
     def commit(self, paths: AcceptedPaths) -> None:
         self._pending = paths
@@ -88,8 +115,11 @@ class RankWorker:
         device: torch.device,
         recorder: Recorder,
         beat: Callable[[], None] = lambda: None,
+        rounds: FollowerRounds | None = None,
     ) -> None:
+        """rounds: for device rounds; None where rank 0 orders none."""
         self._verifier = verifier
+        self._rounds = rounds
         self._beat = beat
         self._recorder = recorder
         self._receiver = receiver
@@ -109,10 +139,13 @@ class RankWorker:
                 self._recorder.end()
                 self._recorder.join()
                 return self.steps
-            if header.plan is None:
+            if header.plan is not None:
+                self._step(header.plan, header)
+            elif header.round is not None:
+                self._round(header.round, header)
+            else:
                 self._profile(header.profile)
                 continue
-            self._step(header.plan, header)
             self.steps += 1
 
     def _profile(self, order: ProfileOrder | None) -> None:
@@ -121,11 +154,20 @@ class RankWorker:
         else:
             self._recorder.begin(order)
 
-    def _step(self, plan: StepPlan, header: StepHeader) -> None:
+    def _round(self, order: RoundOrder, header: StepHeader) -> None:
+        assert self._rounds is not None, "rank 0 runs ahead, so all ranks must"
+        self._commit(header)
+        with self._recorder.range("verify"):
+            self._rounds.run(order)
+
+    def _commit(self, header: StepHeader) -> None:
         if header.commits:
             shape = (self._num_requests, header.commit_width + 2)
             with self._recorder.range("commit"):
-                self._verifier.commit(_unpack_paths(self._receive(shape)))
+                self._verifier.commit(unpack_paths(self._receive(shape)))
+
+    def _step(self, plan: StepPlan, header: StepHeader) -> None:
+        self._commit(header)
         self._num_requests = len(plan.requests)
         width = header.num_nodes * (3 + header.num_words) + 1
         with self._recorder.range("verify"):
@@ -154,12 +196,3 @@ def _unpack_trees(packed: Tensor, header: StepHeader) -> DraftTrees:
         mask=mask.unflatten(1, (n, w)),
         num_nodes=num_nodes[:, 0],
     )
-
-
-def _pack_paths(paths: AcceptedPaths) -> Tensor:
-    """[R, D + 2] int32: nodes, length, bonus."""
-    return torch.cat([paths.node, paths.length[:, None], paths.bonus[:, None]], dim=1).contiguous()
-
-
-def _unpack_paths(packed: Tensor) -> AcceptedPaths:
-    return AcceptedPaths(node=packed[:, :-2], length=packed[:, -2], bonus=packed[:, -1])

@@ -83,10 +83,14 @@ class Verifier:
         batch = rows_on_device(trees, position, rows)
         output = self.model.forward(batch, self.cache.layers)
         logits = self.model.logits(output.hidden)
-        drawn = self._round_ops.draw_tokens(logits, draw_rows(position, rows))
+        if self._draws:
+            drawn = self._round_ops.draw_tokens(logits, draw_rows(position, rows))
+            token, dead = drawn.token, drawn.dead
+        else:
+            token = dead = trees.token.new_zeros(requests * nodes)
         return DeviceVerified(
-            token=drawn.token.view(requests, nodes),
-            dead=drawn.dead.view(requests, nodes),
+            token=token.view(requests, nodes),
+            dead=dead.view(requests, nodes),
             features=output.features.view(requests, nodes, -1),
         )
 

@@ -5,6 +5,11 @@
     per request: slot, num_cached, known m, budget, pages P, samples    6 int32
     known tokens of all requests, then page tables of all requests      int32
 
+ROUND, a device round (core.plan.RoundOrder), has 8 int32 as well (R and N of the bucket, W the number
+of changed page tables, commit and width as above), then
+    slots of the R rows, and per changed table: slot, pages P    int32
+    those page tables                                            int32
+
 PROFILE, which tells the ranks to record from the next step on, has 8 int32 as well (magic, kind, 0,
 flags, bytes of the folder's name, 0, 0, 0) and then that name in UTF-8, padded to whole words.
 
@@ -20,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kdray.core.plan import PlannedRequest, StepPlan
+from kdray.core.plan import PlannedRequest, RoundOrder, StepPlan
 from kdray.core.profile import ProfileOrder
 from kdray.core.request import SamplingParams
 
@@ -35,11 +40,14 @@ class Kind(enum.IntEnum):
     STOP = 2
     PROFILE = 3
     PROFILE_END = 4
+    ROUND = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """One message. Only a STEP has a plan; plans arrive without what only rank 0 needs."""
+    """One message. Only a STEP has a plan and only a ROUND an order; plans arrive without what only
+    rank 0 needs.
+    """
 
     kind: Kind
     plan: StepPlan | None
@@ -47,6 +55,7 @@ class StepHeader:
     num_words: int = 0
     commit_width: int = 0
     profile: ProfileOrder | None = None
+    round: RoundOrder | None = None
 
     @property
     def commits(self) -> bool:
@@ -56,6 +65,8 @@ class StepHeader:
 def encode(header: StepHeader) -> bytes:
     if header.profile is not None:
         return _encode_profile(header.profile)
+    if header.round is not None:
+        return _encode_round(header.round, header.commit_width)
     requests = header.plan.requests if header.plan else ()
     step = header.plan.step if header.plan else 0
     head = [
@@ -89,6 +100,8 @@ def decode(message: bytes) -> StepHeader:
     kind, step, count, num_nodes, num_words, _, commit_width = words[1:_HEAD].tolist()
     if Kind(kind) is Kind.PROFILE:
         return _decode_profile(words)
+    if Kind(kind) is Kind.ROUND:
+        return _decode_round(words)
     if Kind(kind) is not Kind.STEP:
         return StepHeader(kind=Kind(kind), plan=None)
     table = words[_HEAD : _HEAD + count * _PER_REQUEST].reshape(count, _PER_REQUEST)
@@ -108,6 +121,35 @@ def decode(message: bytes) -> StepHeader:
         num_words=num_words,
         commit_width=commit_width,
     )
+
+
+def _encode_round(order: RoundOrder, commit_width: int) -> bytes:
+    requests, num_nodes = order.size
+    commits = int(commit_width > 0)
+    head = [MAGIC, int(Kind.ROUND), 0, requests, num_nodes, len(order.tables), commits]
+    moved = [(slot, len(pages)) for slot, pages in order.tables]
+    parts = [
+        np.array([*head, commit_width], dtype=np.int32),
+        order.slot,
+        np.array(moved, dtype=np.int32).reshape(-1),
+        *(pages for _, pages in order.tables),
+    ]
+    return np.concatenate(parts).astype("<i4").tobytes()
+
+
+def _decode_round(words: NDArray[np.int32]) -> StepHeader:
+    requests, num_nodes, count, _, commit_width = words[3:_HEAD].tolist()
+    slot, body = words[_HEAD : _HEAD + requests], words[_HEAD + requests :]
+    moved, body = body[: 2 * count].reshape(count, 2), body[2 * count :]
+    ends = np.cumsum(moved[:, 1])
+    if len(slot) != requests or len(moved) != count or len(body) != int(moved[:, 1].sum()):
+        raise ValueError("a round's header of the wrong length")
+    tables = tuple(
+        (int(at), body[end - length : end])
+        for (at, length), end in zip(moved.tolist(), ends.tolist(), strict=True)
+    )
+    order = RoundOrder(size=(requests, num_nodes), slot=slot, tables=tables)
+    return StepHeader(kind=Kind.ROUND, plan=None, commit_width=commit_width, round=order)
 
 
 def _encode_profile(order: ProfileOrder) -> bytes:

@@ -1,0 +1,111 @@
+"""Device rounds over several ranks: what one rank says, plainly, whatever the rounds' sizes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+from kdray.config import EngineConfig
+from kdray.core.plan import RoundOrder
+from kdray.engine import build_engine, build_follower, resolve
+from kdray.model.parallel import Shard
+from kdray.profiling.recorder import Recorder
+from kdray.verifier.rank_group import RankGroup, RankWorker
+from kdray.verifier.wire import Kind, StepHeader, decode, encode
+from tests.thread_ranks import Meeting, QueueChannel, ThreadCollectives
+
+LENGTH = 320
+
+
+def config_of(**wishes: object) -> EngineConfig:
+    wishes = {"max_requests": 4, "max_model_len": LENGTH, **wishes}
+    return EngineConfig(device="cpu", **wishes)  # type: ignore[arg-type]
+
+
+def visits_of(count: int) -> list[Visit]:
+    prompts = demo_prompts(resolve(config_of()), each=3)
+    fitting = [prompt for prompt in prompts if len(prompt) < LENGTH - 50]
+    return list(islice(draw_visits(fitting, seed=5, most_tokens=24), count))
+
+
+def on_one_rank(config: EngineConfig, visits: list[Visit]) -> list[Reply]:
+    engine = build_engine(config, resolve(config), runs_ahead=False)
+    return run_visits(engine.driver, engine.facts, visits)
+
+
+def on_ranks(config: EngineConfig, visits: list[Visit], tp: int) -> tuple[list[Reply], set[int]]:
+    """The replies, and how many steps each of the other ranks did."""
+    meeting, channel = Meeting(tp), QueueChannel(tp)
+    collectives = [ThreadCollectives(meeting, rank) for rank in range(tp)]
+    facts = resolve(config)
+
+    def follow(rank: int) -> int:
+        threading.current_thread().name = f"rank-{rank}"
+        verifier, rounds = build_follower(
+            config, facts, shard=Shard(rank, tp), collectives=collectives[rank], runs_ahead=True
+        )
+        receiver, cpu = channel.receiver(rank), torch.device("cpu")
+        worker = RankWorker(
+            verifier, receiver, collectives[rank], cpu, Recorder(rank), rounds=rounds
+        )
+        return worker.run()
+
+    with ThreadPoolExecutor(tp - 1) as pool:
+        others: list[Future[int]] = [pool.submit(follow, rank) for rank in range(1, tp)]
+        engine = build_engine(
+            config,
+            facts,
+            shard=Shard(0, tp),
+            collectives=collectives[0],
+            make_group=lambda verifier: RankGroup(verifier, channel, collectives[0]),
+            runs_ahead=True,
+        )
+        replies = run_visits(engine.driver, engine.facts, visits)
+        engine.driver.close()
+        assert engine.driver.clock.seconds["launch"] > 0
+        assert engine.driver.scheduler.pages.num_used == 0
+        return replies, {other.result() for other in others} - {engine.driver.counters.steps}
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"budget": 16},
+        {"mode": "chain", "budget": 7, "page_size": 1},
+        {"mode": "plain"},
+        {"budget": 8, "prefill_chunk": 7, "num_pages": 60},
+    ],
+    ids=str,
+)
+def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, object]) -> None:
+    visits = [replace(visit, patience=None) for visit in visits_of(10)]
+    config = config_of(**wishes)
+    replies, strays = on_ranks(config, visits, tp=2)
+    assert replies == on_one_rank(config_of(mode="plain"), visits)
+    assert not strays
+
+
+def test_an_order_survives_the_wire() -> None:
+    order = RoundOrder(
+        size=(4, 17),
+        slot=np.array([2, 0, -1, -1], dtype=np.int32),
+        tables=((2, np.arange(5, dtype=np.int32)), (0, np.array([9], dtype=np.int32))),
+    )
+    header = StepHeader(kind=Kind.ROUND, plan=None, commit_width=8, round=order)
+    back = decode(encode(header))
+    assert back.kind is Kind.ROUND and back.commit_width == 8 and back.commits
+    assert back.round is not None and back.round.size == order.size
+    assert np.array_equal(back.round.slot, order.slot)
+    for (slot, pages), (other, others) in zip(back.round.tables, order.tables, strict=True):
+        assert slot == other and np.array_equal(pages, others)
+    bare = decode(encode(replace(header, round=replace(order, tables=()))))
+    assert bare.round is not None and bare.round.tables == ()
+    with pytest.raises(ValueError, match="wrong length"):
+        decode(encode(header)[:-4])
