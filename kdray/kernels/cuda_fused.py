@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdray.kernels import latent_rows
 from kdray.kernels import reference_fused as reference
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import Norm, PlacedRows, RoutingRule
@@ -65,13 +66,13 @@ class CudaFused:
             vector = _vector(kv.dtype)
             warps = 1 + -(-heads * key_dim // (vector * WARP))
             deep = min(warps, MOST_ROPE_WARPS)
-            steps = (kv.stride(0), *turning.stride()[:2], *rotated.stride()[:2], cache.stride(0))
+            steps = (kv.stride(0), *turning.stride()[:2], *rotated.stride()[:2])
+            cache_row = cache.stride(0) * cache.itemsize // VECTOR_BYTES
             outputs = (cache, rotated)
             inputs = (kv, turning, rows.turns, rows.slot, norm.weight, norm.eps)
-            sizes = (len(cache), heads, *(step // vector for step in steps))
-            kernel = self._loader.get(
-                "rope_cache", "rope_cache", rope_defines(latent_dim, key_dim, kv.dtype)
-            )
+            sizes = (len(cache), heads, *(step // vector for step in steps), cache_row)
+            defines = rope_defines(latent_dim, key_dim, kv.dtype, latent_rows.is_fp8(cache))
+            kernel = self._loader.get("rope_cache", "rope_cache", defines)
             grid, block = (num_rows, -(-warps // deep)), (WARP, deep)
             kernel.launch(grid, block, (*outputs, *inputs, *sizes), overlap=True)
         return absorbed
@@ -135,8 +136,11 @@ def norm_defines(width: int, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 @cache
-def rope_defines(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> dict[str, str | int]:
-    return {"LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim, "INPUT_BF16": _is_bf16(dtype)}
+def rope_defines(
+    latent_dim: int, rope_dim: int, dtype: torch.dtype, fp8: bool = False
+) -> dict[str, str | int]:
+    found: dict[str, str | int] = {"LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim}
+    return found | {"INPUT_BF16": _is_bf16(dtype)} | ({"KV_FP8": 1} if fp8 else {})
 
 
 @cache
@@ -165,21 +169,31 @@ def takes_norm(x: Tensor, norm: Norm) -> bool:
 
 
 def takes_rope(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm) -> bool:
-    """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype."""
+    """Whether rope_cache.cu takes these; the cache holds rows of kv's dtype, or in fp8."""
     (num_rows, width), latent_dim = kv.shape, norm.weight.shape[0]
     key_dim = width - latent_dim
-    if not _alike(kv, query, cache, norm.weight):
+    if not _alike(kv, query, norm.weight) or not _takes_cache(cache, kv, latent_dim):
         return False
     if not 0 < latent_dim <= MAX_LATENT or not 0 < key_dim <= MAX_ROPE:
         return False
     turns, slot, vector = rows.turns, rows.slot, _vector(kv.dtype)
-    whole = all(_in_vectors(t) for t in (query[..., -key_dim:], kv, cache, norm.weight))
+    whole = all(_in_vectors(t) for t in (query[..., -key_dim:], kv, norm.weight))
     parts = latent_dim % vector == 0 and key_dim % vector == 0 and query.shape[0] == num_rows
     placed = turns.shape == (num_rows, key_dim // 2) and slot.shape == (num_rows,)
     typed = turns.dtype == torch.complex64 and slot.dtype == torch.int64
     packed = all(t.is_contiguous() for t in (turns, slot))
-    kept = cache.shape[1] == width and len(cache) < 2**31
-    return whole and parts and placed and typed and packed and kept
+    return whole and parts and placed and typed and packed and len(cache) < 2**31
+
+
+def _takes_cache(cache: Tensor, kv: Tensor, latent_dim: int) -> bool:
+    """Whether rows of kv [T, C + D] fit the cache's: of the same dtype, or in fp8."""
+    width = kv.shape[1]
+    if latent_rows.is_fp8(cache):
+        width = latent_rows.row_bytes(latent_dim, width - latent_dim)
+        fits = kv.dtype == torch.bfloat16 and latent_dim % 16 == 0
+    else:
+        fits = cache.dtype == kv.dtype
+    return fits and cache.device == kv.device and cache.shape[1] == width and _in_vectors(cache)
 
 
 def takes_swiglu(gate_up: Tensor) -> bool:

@@ -49,6 +49,15 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same of float16.
+__device__ __forceinline__ void multiply_add_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
+                                                  u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Two floats rounded to bf16, the first in the low half.
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
     u32 pair;
@@ -158,6 +167,9 @@ inline void store_matrices_transposed(SharedAddress row, u32 m0, u32 m1) {
 }
 inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     simt::multiply_add_bf16(c, {a0, a1, a2, a3}, {b0, b1});
+}
+inline void multiply_add_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    simt::multiply_add_half(c, {a0, a1, a2, a3}, {b0, b1});
 }
 inline u32 bf16_pair(float low, float high) {
     return simt::round_to_bf16(low) | simt::round_to_bf16(high) << 16;

@@ -57,6 +57,12 @@ def test_rope_cache(
     cases.check_rope(fused, rows, cases.ATTENTIONS[name], dtype, joined)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", cases.ATTENTIONS)
+def test_rope_cache_in_fp8(fused: CudaFused, name: str, rows: int) -> None:
+    cases.check_rope_fp8(fused, rows, cases.ATTENTIONS[name])
+
+
 def test_rows_of_padding_leave_the_cache_alone(fused: CudaFused) -> None:
     cases.check_padding(fused)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdray.kernels import cuda_fused, reference_fused
+from kdray.kernels import cuda_fused, latent_rows, reference_fused
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.ops import RoutingRule
 
@@ -143,6 +143,37 @@ def assert_turned(found: Tensor, x: Tensor, turns: Tensor) -> None:
     exact = torch.view_as_real(pairs * turns.to(torch.complex128)).flatten(-2)
     # What cancels is as uncertain as the products were.
     assert_near(found, exact, floor=2e-7 * 1.3 * x.abs().max().item())
+
+
+def check_rope_fp8(fused: CudaFused, rows: int, sizes: Attention) -> None:
+    """Rows in fp8 are, to the last bit, the quantised ones of the kernel's own rows in bfloat16;
+    among them one of zeros, one of tiny numbers, one of large ones and one that is no number."""
+    device, (heads, nope, rope, latent) = fused.device, sizes
+    query = drawn(rows, rows, heads, nope + rope).to(device, torch.bfloat16)
+    kv = (3 * drawn(rows + 1, rows, latent + rope)).to(device, torch.bfloat16)
+    norm = some_norm(latent, torch.bfloat16, device)
+    kv[0, :latent] = 0
+    kv[1 % rows, :latent] *= 1e-35
+    kv[2 % rows, 5] = 3e30
+    kv[3 % rows, 7] = torch.nan
+    slot = (7 * torch.arange(rows) + 3) % (2 * rows + 3)
+    slot[-1] = -1
+    angle = drawn(3, rows, rope // 2)
+    placed = SomeRows(torch.polar(torch.ones_like(angle), angle).to(device), slot.to(device))
+    plain = torch.zeros(2 * rows + 3, latent + rope, dtype=torch.bfloat16, device=device)
+    width = latent_rows.row_bytes(latent, rope)
+    cache = torch.full((2 * rows + 3, width), 0xFF, dtype=torch.uint8, device=device)
+    assert cuda_fused.takes_rope(query, kv, cache, placed, norm)
+    found = fused.rope_cache(query, kv, cache, placed, norm)[..., latent:]
+    wanted = fused.rope_cache(query, kv, plain, placed, norm)[..., latent:]
+    assert torch.equal(found, wanted)
+    own, other = slot[:-1].to(device), torch.ones(2 * rows + 3, dtype=torch.bool, device=device)
+    expected = latent_rows.quantised(plain[own, :latent], plain[own, latent:])
+    nan = plain[own, :latent].isnan().any(1)
+    assert torch.equal(cache[own][~nan], expected[~nan])
+    assert latent_rows.dequantised(cache[own], latent, rope)[nan, :latent].isnan().all()
+    other[own] = False
+    assert cache[other].eq(0xFF).all()
 
 
 def check_padding(fused: CudaFused) -> None:

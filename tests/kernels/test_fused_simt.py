@@ -39,6 +39,11 @@ def test_rope_cache(fused: CudaFused, name: str, joined: bool, dtype: torch.dtyp
         cases.check_rope(fused, rows, cases.ATTENTIONS[name], dtype, joined)
 
 
+@pytest.mark.parametrize("name", cases.ATTENTIONS)
+def test_rope_cache_in_fp8(fused: CudaFused, name: str) -> None:
+    cases.check_rope_fp8(fused, 6, cases.ATTENTIONS[name])
+
+
 def test_rows_of_padding_leave_the_cache_alone(fused: CudaFused) -> None:
     cases.check_padding(fused)
 

@@ -102,6 +102,7 @@ struct Fiber {
     int aux = 0;
     uint64_t received = 0;
     std::vector<Copy> copies;
+    std::vector<size_t> groups;  // how many of the copies each group takes
 };
 
 // Copies that a thread has started, and the barrier that learns of it when they have landed: by the
@@ -197,6 +198,56 @@ inline unsigned round_to_bf16(float value)
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// A number of few bits: a sign, an exponent and `digits` binary digits behind the point, of which
+// the least normal exponent is `least`. To nearest, ties to even; exponents have no upper end.
+inline double round_to_digits(double value, int digits, int least)
+{
+    if (value == 0 || !std::isfinite(value)) return value;
+    const int exponent = std::max(std::ilogb(value), least);
+    return std::ldexp(std::nearbyint(std::ldexp(value, digits - exponent)), exponent - digits);
+}
+
+// The bits of a number that round_to_digits has left alone, without its sign.
+inline unsigned bits_of_digits(double value, int digits, int least)
+{
+    if (value == 0) return 0;
+    const int exponent = std::max(std::ilogb(value), least);
+    const auto units = (unsigned)std::ldexp(value, digits - exponent);  // normal: 1.xyz
+    return units + ((unsigned)(exponent - least) << digits);
+}
+
+inline unsigned round_to_half(float value)
+{
+    const unsigned sign = std::signbit(value) ? 0x8000 : 0;
+    if (value != value) return 0x7fff;
+    const double rounded = round_to_digits(std::fabs(value), 10, -14);
+    return sign | (rounded > 65504 ? 0x7c00 : bits_of_digits(rounded, 10, -14));
+}
+
+inline float from_half(unsigned bits)
+{
+    const int exponent = bits >> 10 & 31, digits = bits & 1023;
+    float value = std::ldexp((float)(exponent ? digits + 1024 : digits), std::max(exponent, 1) - 25);
+    if (exponent == 31) value = digits ? NAN : INFINITY;
+    return bits >> 15 & 1 ? -value : value;
+}
+
+inline unsigned round_to_e4m3(float value)
+{
+    const unsigned sign = std::signbit(value) ? 0x80 : 0;
+    if (value != value) return 0x7f;
+    const double rounded = round_to_digits(std::min(std::fabs((double)value), 448.0), 3, -6);
+    return sign | bits_of_digits(rounded, 3, -6);
+}
+
+inline float from_e4m3(unsigned bits)
+{
+    const int exponent = bits >> 3 & 15, digits = bits & 7;
+    float value = std::ldexp((float)(exponent ? digits + 8 : digits), std::max(exponent, 1) - 10);
+    if (exponent == 15 && digits == 7) value = NAN;
+    return bits >> 7 & 1 ? -value : value;
+}
+
 // What a lane brings to a meeting over 8 x 8 matrices of 16-bit numbers, and takes away.
 struct Matrices {
     unsigned char* row;  // of shared memory
@@ -204,6 +255,7 @@ struct Matrices {
 };
 
 struct Product {
+    float (*number)(unsigned);  // of 16 bits
     float* c;
     uint32_t a[4];
     uint32_t b[2];
@@ -246,7 +298,8 @@ inline void multiply_lane(Fiber* lanes, int lane)
         for (int k = 0; k < 16; ++k) {
             const uint32_t a = at(row % 8 * 4 + k % 8 / 2)->a[row / 8 + k / 8 * 2];
             const uint32_t b = at(column * 4 + k % 8 / 2)->b[k / 8];
-            sum += from_bf16(a >> k % 2 * 16 & 0xffff) * from_bf16(b >> k % 2 * 16 & 0xffff);
+            const auto number = at(lane)->number;
+            sum += number(a >> k % 2 * 16 & 0xffff) * number(b >> k % 2 * 16 & 0xffff);
         }
     }
 }
@@ -254,11 +307,11 @@ inline void multiply_lane(Fiber* lanes, int lane)
 // True where the meeting was one over matrices; a lane's part of it is done.
 inline bool serve_matrices(std::string_view op, Fiber* lanes, int count, int lane)
 {
-    const bool ours = op == "multiply" || op == "load" || op == "load_transposed" ||
+    const bool ours = op == "multiply" || op == "multiply_half" || op == "load" || op == "load_transposed" ||
                       op == "store_transposed";
     if (!ours) return false;
     if (count != 32) fail("a warp is not full", lanes[0].operation);
-    if (op == "multiply")
+    if (op == "multiply" || op == "multiply_half")
         multiply_lane(lanes, lane);
     else if (op == "store_transposed")
         store_lane_transposed(lanes, lane);
@@ -391,6 +444,7 @@ inline void start_block(int threads)
         fiber.stack.resize(STACK_BYTES);
         fiber.wait = Wait::none;
         fiber.copies.clear();
+        fiber.groups.clear();
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = STACK_BYTES;
@@ -523,6 +577,26 @@ inline void copy_wait()
 {
     for (const Copy& copy : me().copies) land(copy);
     me().copies.clear();
+    me().groups.clear();
+}
+
+// What this thread has started since its last group becomes one; waits for all but its youngest.
+inline void copy_commit()
+{
+    size_t grouped = 0;
+    for (const size_t size : me().groups) grouped += size;
+    me().groups.push_back(me().copies.size() - grouped);
+}
+
+inline void copy_wait_groups(size_t youngest)
+{
+    std::vector<Copy>& copies = me().copies;
+    std::vector<size_t>& groups = me().groups;
+    while (groups.size() > youngest) {
+        for (size_t i = 0; i < groups.front(); ++i) land(copies[i]);
+        copies.erase(copies.begin(), copies.begin() + groups.front());
+        groups.erase(groups.begin());
+    }
 }
 
 // A barrier in 8 bytes of shared memory. Copies may land before the phase expects their bytes.
@@ -638,8 +712,14 @@ struct PairB {
 
 inline void multiply_add_bf16(float (&c)[4], PairA a, PairB b)
 {
-    Product mine = {c, {a.v[0], a.v[1], a.v[2], a.v[3]}, {b.v[0], b.v[1]}};
+    Product mine = {from_bf16, c, {a.v[0], a.v[1], a.v[2], a.v[3]}, {b.v[0], b.v[1]}};
     rendezvous("multiply", 0xffffffffu, (uint64_t)&mine);
+}
+
+inline void multiply_add_half(float (&c)[4], PairA a, PairB b)
+{
+    Product mine = {from_half, c, {a.v[0], a.v[1], a.v[2], a.v[3]}, {b.v[0], b.v[1]}};
+    rendezvous("multiply_half", 0xffffffffu, (uint64_t)&mine);
 }
 
 template <class... A, size_t... I>
