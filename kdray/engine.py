@@ -30,6 +30,7 @@ from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
 from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps, load_round_ops
+from kdray.memory_plan import SPARE_PAGES, plan_of_start
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.drafter import DFlashDrafter, Drafter
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
@@ -53,7 +54,6 @@ __all__ = [
 
 MakeGroup = Callable[[Verifier], VerifierGroup]
 
-SPARE_PAGES = 1  # behind the requests' own: where the padding rows of device rounds write
 PROGRESS_WIDTH = 30
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ def build_verifier(
     round_ops: for device rounds, whose padding writes to a page of its own behind the others.
     """
     shard = shard or Shard()
+    plan = plan_of_start(config, facts, shard.rank)
+    _log.info("%s", plan.text())
+    plan.check()
     model = TargetModel.load(
         facts.target,
         ops=ops,
@@ -149,7 +152,7 @@ def build_follower(
     verifier = build_verifier(
         config, facts, ops, shard=shard, collectives=collectives, round_ops=round_ops
     )
-    if not runs_ahead:
+    if round_ops is None:
         return verifier, None
     draft = _draft_config(facts) if config.mode != "plain" else None
     speculation = _speculation(config, draft.block_size - 1 if draft else None)
@@ -165,6 +168,7 @@ def build_follower(
         verifier,
         collectives,
         tables,
+        round_ops,
         buckets=_buckets(config, speculation),
         depth=speculation.depth,
     )

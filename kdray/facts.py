@@ -44,7 +44,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
     model = ModelConfig.from_folder(target)
     device = _device(config)
     dtype = _dtype(config, device)
-    kv_row = _kv_row(config, model, dtype)
+    kv_row = row_format(config, model, dtype)
     max_model_len = _max_model_len(config, model)
     return EngineFacts(
         name=config.model if config.model == "demo" else target.name,
@@ -92,7 +92,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _kv_row(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> RowFormat:
+def row_format(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> RowFormat:
     kept_as = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8}[config.kv_dtype]
     if kept_as != dtype and dtype != torch.bfloat16:
         raise ConfigError(

@@ -29,7 +29,7 @@ def load_weights(
     """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined."""
     checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
     reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
-    shapes = dict(_shapes(config))
+    shapes = dict(weight_shapes(config))
     reader.check(shapes)
     return DraftWeights(
         fc=reader.matrix("fc.weight"),
@@ -99,7 +99,7 @@ def _layer(reader: _Reader, index: int, config: DFlashConfig) -> DraftLayer:
     )
 
 
-def _shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def weight_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * dim, config.num_kv_heads * dim
     yield "fc.weight", (width, len(config.target_layer_ids) * width)

@@ -144,3 +144,8 @@ def _rows_of(heads: slice, width: int) -> slice:
 def load_threads(device: torch.device) -> int:
     """Threads that read: a disk and a PCIe link want several; on a CPU torch has its own."""
     return min(MOST_THREADS, os.cpu_count() or 1) if device.type == "cuda" else 1
+
+
+def experts_stay_packed(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether routed experts are held as INT4, as they are stored; else they become `dtype`."""
+    return config.quantization == "int4" and device.type == "cuda" and dtype == torch.bfloat16

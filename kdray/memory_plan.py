@@ -1,0 +1,265 @@
+"""What a rank's memory goes to, by figures, before any of it is taken.
+
+Weights and pages are exact; context, NCCL and graphs are allowances, and workspaces the arrays that
+a step of the largest size holds at once. An engine's start and jobs/plan.py share this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kdray.cards import Card, card_found
+from kdray.config import EngineConfig
+from kdray.core.buckets import Buckets
+from kdray.errors import ConfigError
+from kdray.facts import EngineFacts
+from kdray.kernels.latent_rows import FP8, RowFormat
+from kdray.model.config import ModelConfig
+from kdray.model.dflash_config import DFlashConfig
+from kdray.model.weight_bytes import drafter_bytes, table_bytes, target_bytes
+from kdray.model.weights import experts_stay_packed
+from kdray.verifier.kv_cache import KVCache
+
+WEIGHTS = "target's weights"
+GIB = 1 << 30
+MIB = 1 << 20
+CONTEXT_BYTES = 640 * MIB  # a CUDA context, cuBLAS with its workspace, our modules
+NCCL_BYTES = 512 * MIB  # channels' buffers among eight ranks of a host
+GRAPH_NODE_BYTES = 10 << 10  # a captured kernel's, on the device
+NODES_A_LAYER, NODES_A_ROUND = 18, 60  # kernels of a layer, and of a round beside its layers
+RESERVE = 0.01  # of the card: blocks of the allocator that fit nothing
+SPARE_PAGES = 1  # beside the requests' own: where the padding rows of device rounds write
+LOGITS_COPIES = 3  # fp32 rows of the vocabulary: a rank's part, the whole, and one being made
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of a plan; `bytes` of a part of another line do not count again."""
+
+    name: str
+    bytes: int
+    is_part: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """One rank's. Bytes of a page count the target's and, on rank 0, the drafter's KV.
+
+    num_pages   that the engine means to take; None: not said
+    by_format   bytes of a page by the format of the target's rows, as --kv-dtype names them
+    """
+
+    rank: int
+    ranks: int
+    card: Card
+    items: tuple[Item, ...]
+    page_size: int
+    page_bytes: int
+    by_format: Mapping[str, int]
+    num_pages: int | None
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the target's weights."""
+        return next(item.bytes for item in self.items if item.name == WEIGHTS)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of everything but pages."""
+        return sum(item.bytes for item in self.items if not item.is_part)
+
+    @property
+    def room(self) -> int:
+        """Bytes left for pages; below 0 where there are too few."""
+        return self.card.total - self.fixed
+
+    @property
+    def pages(self) -> int:
+        return max(0, self.room // self.page_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.pages >= (1 if self.num_pages is None else self.num_pages)
+
+    def text(self) -> str:
+        """A table, a line an item."""
+        head = f"memory of rank {self.rank} of {self.ranks} on {self.card.name}, GiB"
+        lines = [f"{head:<62}{self.card.total / GIB:8.2f}"]
+        for item in self.items:
+            lead = "      " if item.is_part else "  "
+            lines.append(f"{lead + item.name:<62}{item.bytes / GIB:8.2f}")
+        lines.append(f"{'  left for KV pages':<62}{self.room / GIB:8.2f}")
+        if self.num_pages is not None:
+            wanted = f"  KV pages wanted: {self.num_pages} of {self.page_size} tokens"
+            lines.append(f"{wanted:<62}{self.num_pages * self.page_bytes / GIB:8.2f}")
+        rooms = (
+            f"{max(0, self.room // size) * self.page_size:,} in {name}"
+            for name, size in self.by_format.items()
+        )
+        lines.append(f"  room for so many tokens of KV: {', '.join(rooms)}")
+        return "\n".join(lines)
+
+    def refusal(self) -> str | None:
+        """Why it cannot be, with figures, on one line; or None."""
+        if self.fits:
+            return None
+        pages = 1 if self.num_pages is None else self.num_pages
+        return (
+            f"rank {self.rank} of {self.ranks} does not fit on {self.card.name}: it needs "
+            f"{(self.fixed + pages * self.page_bytes) / GIB:.1f} GiB of "
+            f"{self.card.total / GIB:.1f} ({self.weights / GIB:.1f} of weights, "
+            f"{(self.fixed - self.weights) / GIB:.1f} beside them, "
+            f"{pages * self.page_bytes / GIB:.2f} of KV pages)"
+        )
+
+    def check(self) -> None:
+        """ConfigError where it cannot be."""
+        if (why := self.refusal()) is not None:
+            raise ConfigError(f"{why}; {self._advice()}")
+
+    def _advice(self) -> str:
+        if self.pages:
+            return f"num_pages {self.pages} of {self.page_size} tokens would fit"
+        return "use a larger tp, or cards with more memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a plan is made from: an engine's wishes and its models' shapes.
+
+    kv_row      of the target's cache
+    packed      routed experts stay INT4
+    on_gpu      of the ranks: what a CPU has not, it needs no room for
+    num_pages   None: whatever fits
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    drafter: DFlashConfig | None
+    dtype: torch.dtype
+    kv_row: RowFormat
+    packed: bool
+    on_gpu: bool
+    num_pages: int | None = None
+
+    def plan(self, rank: int, card: Card) -> MemoryPlan:
+        """Of one rank on its card."""
+        drafter = self.drafter if rank == 0 else None
+        return MemoryPlan(
+            rank=rank,
+            ranks=self.config.tp,
+            card=card,
+            items=(*self._weights(drafter), *self._beside(drafter, card)),
+            page_size=self.config.page_size,
+            page_bytes=self._page_bytes(drafter, self.kv_row),
+            by_format={
+                _name(kept_as): self._page_bytes(drafter, self._row(kept_as))
+                for kept_as in dict.fromkeys((self.dtype, FP8))
+            },
+            num_pages=self.num_pages,
+        )
+
+    def plans(self, card: Card) -> list[MemoryPlan]:
+        """Of the ranks that differ: the first, and any other where the first drafts."""
+        kinds = 2 if self.drafter is not None and self.config.tp > 1 else 1
+        return [self.plan(rank, card) for rank in range(kinds)]
+
+    def _weights(self, drafter: DFlashConfig | None) -> list[Item]:
+        ranks = self.config.tp
+        target = target_bytes(self.model, ranks, self.dtype, packed=self.packed)
+        form = "INT4 with bf16 scales" if self.packed else _name(self.dtype)
+        items = [
+            Item(WEIGHTS, target.total),
+            Item(f"routed experts, {form}", target.experts, is_part=True),
+            Item(f"split over {ranks} ranks, {_name(self.dtype)}", target.split, is_part=True),
+            Item("whole on every rank; the router in fp32", target.whole, is_part=True),
+        ]
+        if drafter is not None:
+            items.append(Item("drafter's weights", drafter_bytes(drafter, self.dtype)))
+            if ranks > 1:
+                tables = table_bytes(self.model, self.dtype)
+                items.append(Item("target's embedding and head, whole, for the drafter", tables))
+        return items
+
+    def _beside(self, drafter: DFlashConfig | None, card: Card) -> list[Item]:
+        context = max(CONTEXT_BYTES if self.on_gpu else 0, card.taken)
+        items = [
+            Item("context, libraries, and what others took", context),
+            Item("workspaces", self._workspace_bytes(drafter)),
+        ]
+        if self.on_gpu and self.config.tp > 1:
+            items.append(Item("NCCL", NCCL_BYTES))
+        if self.on_gpu and self.config.graphs:
+            items.append(Item("CUDA graphs", self._graph_bytes(drafter)))
+        items.append(Item("reserve", round(RESERVE * card.total)))
+        return items
+
+    def _workspace_bytes(self, drafter: DFlashConfig | None) -> int:
+        """A step of prompts and trees: its rows in the widest layer, and logits of its trees."""
+        config, model = self.config, self.model
+        drawn = config.max_requests * (1 + config.budget)
+        rows = drawn + config.prefill_chunk
+        heads = model.num_attention_heads // config.tp
+        attention = heads * (model.qk_head_dim + 2 * model.kv_width + 2 * model.v_head_dim)
+        inner = max(model.intermediate_size, model.moe_intermediate_size) // config.tp
+        taps = len(drafter.target_layer_ids) if drafter else 0
+        layer = max(
+            attention, 3 * inner, 3 * model.num_experts_per_tok * model.hidden_size
+        )  # a row's experts: their outputs, weighed in fp32
+        activations = rows * (layer + (6 + 2 * taps) * model.hidden_size) * self.dtype.itemsize
+        logits = LOGITS_COPIES * drawn * model.vocab_size * 4
+        if drafter:
+            blocks = config.max_requests * drafter.block_size
+            logits = max(logits, 2 * blocks * model.vocab_size * self.dtype.itemsize)
+        return activations + logits
+
+    def _graph_bytes(self, drafter: DFlashConfig | None) -> int:
+        """Every round that is captured, by its kernels; their arrays share one pool."""
+        buckets = Buckets.of(self.config.max_requests, self.config.budget)
+        rounds = len(buckets.requests) * len(buckets.num_nodes)
+        layers = self.model.num_hidden_layers + (len(drafter.layers) if drafter else 0)
+        return rounds * (layers * NODES_A_LAYER + NODES_A_ROUND) * GRAPH_NODE_BYTES
+
+    def _row(self, kept_as: torch.dtype) -> RowFormat:
+        return RowFormat.of(self.model.kv_lora_rank, self.model.qk_rope_head_dim, kept_as)
+
+    def _page_bytes(self, drafter: DFlashConfig | None, row: RowFormat) -> int:
+        size = self.config.page_size
+        target = KVCache.bytes_per_page(
+            num_layers=self.model.num_hidden_layers,
+            page_size=size,
+            row=row,
+            device=torch.device("cuda" if self.on_gpu else "cpu"),
+        )
+        if drafter is None:
+            return target
+        token = 2 * drafter.num_kv_heads * drafter.head_dim * self.dtype.itemsize
+        return target + len(drafter.layers) * size * token
+
+
+def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> MemoryPlan:
+    """What an engine's rank is about to take on the device that it has."""
+    planned = Planned(
+        config=config,
+        model=facts.model,
+        drafter=DFlashConfig.from_folder(facts.drafter) if facts.drafter else None,
+        dtype=facts.dtype,
+        kv_row=facts.kv_row,
+        packed=experts_stay_packed(facts.model, facts.dtype, facts.device),
+        on_gpu=facts.device.type == "cuda",
+        num_pages=facts.num_pages + SPARE_PAGES,
+    )
+    return planned.plan(rank, card_found(facts.device, config.tp))
+
+
+def fitting_ranks(planned: Sequence[Planned], card: Card) -> int | None:
+    """The fewest ranks of those planned whose plans all fit."""
+    fitting = (p.config.tp for p in planned if all(plan.fits for plan in p.plans(card)))
+    return min(fitting, default=None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32", FP8: "fp8"}[dtype]

@@ -1,0 +1,60 @@
+"""What a rank's weights take, by the model's config alone."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from kdray.model.config import INT4_GROUP, ModelConfig
+from kdray.model.dflash_config import DFlashConfig
+from kdray.model.dflash_weights import weight_shapes
+from kdray.model.manifest import Needed, needed_tensors
+
+INT4_BYTES = 1 / 2 + 2 / INT4_GROUP  # of a weight: its half byte, and its part of a bf16 scale
+ROUTER_BYTES = 4  # the router computes in fp32
+
+
+class TargetBytes(NamedTuple):
+    """One rank's weights: its part of the routed experts, of what else is split, and what every
+    rank holds whole."""
+
+    experts: int
+    split: int
+    whole: int
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.split + self.whole
+
+
+def target_bytes(
+    config: ModelConfig, ranks: int, dtype: torch.dtype, *, packed: bool
+) -> TargetBytes:
+    """packed: routed experts stay INT4, as they are stored; else they become `dtype`."""
+    experts, split, whole = 0.0, 0.0, 0.0
+    for needed in needed_tensors(config):
+        size = math.prod(needed.shape) * _bytes_a_weight(needed, dtype, packed)
+        if needed.is_expert:
+            experts += size / ranks
+        elif needed.splits_inputs or needed.splits_outputs:
+            split += size / ranks
+        else:
+            whole += size
+    return TargetBytes(round(experts), round(split), round(whole))
+
+
+def _bytes_a_weight(needed: Needed, dtype: torch.dtype, packed: bool) -> float:
+    if needed.is_expert and packed:
+        return INT4_BYTES
+    return ROUTER_BYTES if ".mlp.gate." in needed.name else dtype.itemsize
+
+
+def drafter_bytes(config: DFlashConfig, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for _, shape in weight_shapes(config)) * dtype.itemsize
+
+
+def table_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The target's embedding and head, whole, as a drafter reads them."""
+    return 2 * config.vocab_size * config.hidden_size * dtype.itemsize

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import plan
+import pytest
+
+KIMI = Path(__file__).resolve().parents[2] / "jobs" / "kimi_k26"
+
+
+def run(*options: str) -> int:
+    return plan.main(["--model", str(KIMI), *options])
+
+
+def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = str(KIMI / "drafter")
+    assert run("--gpu", "RTX PRO 6000", "--tp", "8", "--drafter", drafter, "--json") == 0
+    out = capsys.readouterr().out
+    assert "8 x RTX PRO 6000: 71.3 GiB of the target's weights a GPU" in out
+    first, other = json.loads(out.splitlines()[-1])["plans"]
+    assert first["fits"] and first["tokens"] < other["tokens"]
+    assert sum(first["items"].values()) > first["card_bytes"] - first["room_bytes"]  # parts twice
+
+
+def test_kimi_k26_is_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "RTX PRO 6000", "--tp", "4") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "rank 0 of 4 does not fit on RTX PRO 6000: it needs 143" in error
+    assert "140.2 of weights" in error and error.endswith("tp 8 fits\n")
+
+
+def test_what_cannot_be_split_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "H200", "--tp", "3") == 1
+    assert "tp 3 must divide num_attention_heads 64" in capsys.readouterr().err
+
+
+def test_without_a_gpu_its_name_is_needed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run("--tp", "8") == 1
+    assert "say which is meant: --gpu 'RTX PRO 6000'" in capsys.readouterr().err
+
+
+def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--gpu", "24 GB"]) == 0
+    assert "1 x a card of 24 GB: 0.0 GiB" in capsys.readouterr().out

@@ -1,0 +1,196 @@
+"""The plan's figures are those of what an engine then takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdray import demo
+from kdray.cards import Card, card_found, card_named, host_bytes
+from kdray.config import EngineConfig
+from kdray.errors import ConfigError
+from kdray.facts import resolve, row_format
+from kdray.kernels.ops import load_ops
+from kdray.memory_plan import GIB, Planned, fitting_ranks, plan_of_start
+from kdray.model.config import ModelConfig
+from kdray.model.dflash_config import DFlashConfig
+from kdray.model.dflash_weights import load_weights
+from kdray.model.drafter import DFlashDrafter
+from kdray.model.parallel import Shard
+from kdray.model.target import TargetModel
+from kdray.model.weight_bytes import drafter_bytes, table_bytes, target_bytes
+from kdray.verifier.kv_cache import KVCache
+from tests.model.tiny import save_plain
+
+KIMI = Path(__file__).resolve().parents[1] / "jobs" / "kimi_k26"
+RTX = card_named("RTX PRO 6000")
+
+
+def kimi(tp: int, **wishes: object) -> Planned:
+    config = EngineConfig(model=str(KIMI), tp=tp, **wishes)  # type: ignore[arg-type]
+    model = ModelConfig.from_folder(KIMI)
+    return Planned(
+        config=config,
+        model=model,
+        drafter=DFlashConfig.from_folder(KIMI / "drafter"),
+        dtype=torch.bfloat16,
+        kv_row=row_format(config, model, torch.bfloat16),
+        packed=True,
+        on_gpu=True,
+    )
+
+
+def tensors_of(value: object, seen: set[int]) -> int:
+    """Bytes of all tensors that are reached from an object, each memory once."""
+    if isinstance(value, torch.Tensor):
+        if value.data_ptr() in seen:
+            return 0
+        seen.add(value.data_ptr())
+        return value.numel() * value.dtype.itemsize
+    if isinstance(value, tuple | list):
+        return sum(tensors_of(item, seen) for item in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return sum(tensors_of(getattr(value, name), seen) for name in value.__dataclass_fields__)
+    return 0
+
+
+@pytest.mark.parametrize("kind", ["kimi", "deepseek", "plain_query", "wide_tp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_target_bytes_are_those_of_a_loaded_model(tmp_path: Path, kind: str, ranks: int) -> None:
+    folder = save_plain(tmp_path / "model", kind)
+    model = TargetModel.load(folder, ops=load_ops("cpu"), shard=Shard(ranks - 1, ranks))
+    planned = target_bytes(model.config, ranks, torch.float32, packed=False)
+    held = tensors_of((model.embedding, model.layers, model.final_norm, model.head), set())
+    scalars = 4 * (4 * len(model.layers) + 1)  # the norms' epsilons
+    assert held - scalars <= planned.total <= held
+
+
+def test_drafter_bytes_are_those_of_a_loaded_drafter() -> None:
+    folder = demo.drafter_path()
+    config = DFlashConfig.from_folder(folder)
+    weights = load_weights(folder, config, torch.float32, torch.device("cpu"))
+    held = tensors_of(weights, set())
+    repeated = sum(
+        tensors_of((layer.head_norm.weight, layer.key_norm.weight), set())
+        for layer in weights.layers
+    )
+    assert 0 <= held - drafter_bytes(config, torch.float32) <= repeated + 64 * len(weights.layers)
+
+
+def test_kimi_k26_on_eight_cards_by_the_sum() -> None:
+    """kv_a and q_a whole; an INT4 weight is half a byte and a 32nd of a bf16 scale."""
+    experts = 60 * 384 * 3 * 7168 * 2048 * (0.5 + 2 / 32) / 8
+    attention = 61 * (12288 * 1536 + 16384 * 512 + 7168 * 8192) * 2 / 8
+    tables = 2 * 163840 * 7168 * 2 / 8
+    dense = (60 * 3 * 7168 * 2048 + 3 * 7168 * 18432) * 2 / 8
+    whole = 61 * ((1536 + 576) * 7168 + 2 * 7168 + 1536 + 512) * 2 + 7168 * 2
+    router = 60 * (384 * 7168 + 384) * 4
+    plan = kimi(8).plan(0, RTX)
+    assert plan.weights == experts + attention + tables + dense + whole + router
+    assert f"{plan.weights / GIB:.1f}" == "71.3"
+    names = {item.name: item.bytes for item in plan.items}
+    assert names["drafter's weights"] / GIB == pytest.approx(6.48, abs=0.005)
+    assert plan.fits and kimi(8).plan(1, RTX).fits
+
+
+def test_kimi_k26_does_not_fit_on_four() -> None:
+    plan = kimi(4).plan(0, RTX)
+    assert plan.weights / GIB == pytest.approx(140.18, abs=0.01)
+    with pytest.raises(ConfigError, match=r"rank 0 of 4 does not fit on RTX PRO 6000.*of 95\.6"):
+        plan.check()
+    assert plan.pages == 0
+    wider = [kimi(tp) for tp in (4, 8, 16)]
+    assert fitting_ranks(wider, RTX) == 8
+    assert fitting_ranks(wider, card_named("24 GB")) is None
+
+
+def test_pages_are_what_is_left_and_the_drafting_rank_has_fewer() -> None:
+    first, other = kimi(8).plans(RTX)
+    assert first.room == RTX.total - first.fixed
+    assert first.pages == first.room // first.page_bytes
+    # Rows of 576 numbers and 16 bytes, in 61 layers; keys and values of 8 heads in 6.
+    assert other.page_bytes == 16 * 61 * (576 * 2 + 16)
+    assert first.page_bytes == other.page_bytes + 16 * 6 * 2 * 8 * 128 * 2
+    assert other.by_format == {"bf16": other.page_bytes, "fp8": 16 * 61 * 656}
+    assert first.pages < other.pages
+    more = kimi(8, max_requests=64, budget=32).plan(0, RTX)
+    assert more.room < first.room
+
+
+def test_more_pages_than_fit_are_refused_with_the_number_that_does() -> None:
+    planned = kimi(8)
+    room = planned.plan(0, RTX).pages
+    assert replace(planned, num_pages=room).plan(0, RTX).fits
+    with pytest.raises(ConfigError, match=f"num_pages {room} of 16 tokens would fit"):
+        replace(planned, num_pages=room + 1).plan(0, RTX).check()
+
+
+def test_memory_that_others_took_counts() -> None:
+    busy = replace(RTX, taken=20 * GIB)
+    lost = kimi(8).plan(1, RTX).room - kimi(8).plan(1, busy).room
+    assert 19 * GIB < lost < 20 * GIB
+
+
+def test_the_plan_of_a_start_counts_its_pages_by_the_byte() -> None:
+    config = EngineConfig(device="cpu", max_requests=2, max_model_len=128)
+    facts = resolve(config)
+    plan = plan_of_start(config, facts, 0)
+    cache = KVCache(
+        num_layers=facts.model.num_hidden_layers,
+        num_pages=facts.num_pages + 1,
+        page_size=config.page_size,
+        row=facts.kv_row,
+        device=facts.device,
+    )
+    target = TargetModel.load(facts.target, ops=load_ops("cpu"))
+    assert facts.drafter is not None
+    drafter = DFlashDrafter.load(
+        facts.drafter,
+        target,
+        ops=load_ops("cpu"),
+        candidates=4,
+        page_size=config.page_size,
+        num_pages=facts.num_pages + 1,
+    )
+    assert plan.num_pages is not None
+    held = tensors_of([*cache.rows, *drafter.cache], set())
+    assert plan.num_pages * plan.page_bytes == held
+    assert plan.fits and "left for KV pages" in plan.text()
+
+
+def test_tables_are_counted_where_they_are_read_again() -> None:
+    alone, split = (
+        {item.name for item in kimi(tp).plan(0, RTX).items if "for the drafter" in item.name}
+        for tp in (1, 2)
+    )
+    assert not alone and len(split) == 1
+    assert table_bytes(kimi(8).model, torch.bfloat16) == 2 * 163840 * 7168 * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "total"),
+    [
+        ("RTX PRO 6000", "RTX PRO 6000", 97_887 << 20),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 97_887 << 20),
+        ("nvidia h200", "H200", 143_771 << 20),
+        ("H20", "H20", 97_871 << 20),
+        ("96 GiB", "a card of 96 GiB", 96 << 30),
+        ("80GB", "a card of 80GB", 80 * 10**9),
+    ],
+)
+def test_cards_by_name_and_by_size(text: str, name: str, total: int) -> None:
+    assert card_named(text) == Card(name, total)
+
+
+def test_unknown_cards_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'H2000' is not known; give its memory"):
+        card_named("H2000")
+
+
+def test_on_a_cpu_ranks_share_the_host() -> None:
+    whole, half = (card_found(torch.device("cpu"), ranks) for ranks in (1, 2))
+    assert whole.total == host_bytes() > 0
+    assert half.total == whole.total // 2
