@@ -8,7 +8,7 @@ reference_round.py in torch, cuda_round.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -41,6 +41,18 @@ class DrawRows:
     seed: Tensor
     position: Tensor
     drops: bool
+
+    def select(self, own: Tensor) -> DrawRows:
+        """The rows numbered own [S] int64."""
+        return replace(
+            self,
+            temperature=self.temperature.index_select(0, own),
+            top_k=self.top_k.index_select(0, own),
+            top_p=self.top_p.index_select(0, own),
+            min_p=self.min_p.index_select(0, own),
+            seed=self.seed.index_select(0, own),
+            position=self.position.index_select(0, own),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

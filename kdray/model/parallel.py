@@ -32,6 +32,14 @@ class Collectives(Protocol):
         """Join the ranks' parts along the last dimension, in rank order."""
         ...
 
+    def deal_rows(self, x: Tensor) -> Tensor:
+        """Trade columns for rows: of x [M, C] on every rank, each gets M / ranks rows whole.
+
+        Rank r gets rows r * M / ranks on, [M / ranks, ranks * C], columns in rank order; ranks must
+        divide M. Every number travels once, where all_gather sends it to every rank.
+        """
+        ...
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor on every rank; the others pass one of the same shape to be filled."""
         ...
@@ -44,6 +52,9 @@ class SoloCollectives:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def deal_rows(self, x: Tensor) -> Tensor:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:

@@ -171,6 +171,15 @@ class TargetModel:
         """hidden [M, E] -> [M, V] fp32 over the whole vocabulary, on every rank."""
         return self.collectives.all_gather(linear_fp32(hidden, self.head))
 
+    def dealt_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, E] -> [S, V] fp32: the rows that this rank draws, rank * S on.
+
+        S = ceil(M / ranks); rows beyond M mean nothing.
+        """
+        missing = -len(hidden) % self.shard.size
+        padded = F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+        return self.collectives.deal_rows(linear_fp32(padded, self.head))
+
 
 def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:
     outside = [tap for tap in taps if not 0 <= tap < config.num_hidden_layers]

@@ -44,6 +44,12 @@ class TorchCollectives:
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
+    def deal_rows(self, x: Tensor) -> Tensor:
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x.contiguous())
+        rows: Tensor = parts.unflatten(0, (self._size, -1)).transpose(0, 1).flatten(1)
+        return rows
+
     def broadcast(self, x: Tensor) -> Tensor:
         dist.broadcast(x, src=0)
         return x

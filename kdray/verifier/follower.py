@@ -1,7 +1,9 @@
-"""Device rounds on the ranks that neither draft nor draw: rank 0's trees come in, its paths follow.
+"""Device rounds on the ranks that do not draft: rank 0's trees come in, all else is done alike.
 
-Both travel by broadcast inside the round, so on GPUs they are part of its CUDA graph; what the host
-decides (who takes part, which page tables have changed) comes in the header before it.
+The trees travel by broadcast inside the round, with how their tokens are drawn, so on GPUs that is
+part of its CUDA graph; what the host decides (who takes part, which page tables have changed) comes
+in the header before it. Every rank draws its share of the tokens, learns all of them, and finds the
+same accepted paths.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kdray.core.buckets import Buckets, BucketSize
-from kdray.core.plan import AcceptedPaths, DraftTrees, RoundOrder, RunningRows
+from kdray.core.plan import DraftTrees, RoundOrder, RunningRows
 from kdray.core.tree import WORD_BITS
 from kdray.kernels.graphs import record
 from kdray.kernels.page_tables import PageTables, upload
+from kdray.kernels.round_ops import RoundOps
 from kdray.model.parallel import Collectives
 from kdray.verifier.verifier import Verifier
 
@@ -30,6 +33,7 @@ class FollowerRounds:
         verifier: Verifier,
         collectives: Collectives,
         tables: PageTables,
+        ops: RoundOps,
         *,
         buckets: Buckets,
         depth: int,
@@ -37,7 +41,7 @@ class FollowerRounds:
         """depth: of a tree at most; tables: of this rank, written here alone."""
         self._tables = tables
         self._rounds = {
-            size: _FollowerRound(verifier, collectives, tables, size, depth)
+            size: _FollowerRound(verifier, collectives, tables, ops, size, depth)
             for size in buckets.sizes()
         }
 
@@ -61,16 +65,17 @@ class _FollowerRound:
         verifier: Verifier,
         collectives: Collectives,
         tables: PageTables,
+        ops: RoundOps,
         size: BucketSize,
         depth: int,
     ) -> None:
         (requests, num_nodes), device = size, tables.table.device
-        words = -(-num_nodes // WORD_BITS)
-        self._size = num_nodes, words
+        self._nodes, self._words = num_nodes, -(-num_nodes // WORD_BITS)
         self._slot = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        width = num_nodes * (2 + words) + 2
-        self._trees = torch.zeros(requests, width, dtype=torch.int32, device=device)
-        self._paths = torch.zeros(requests, depth + 3, dtype=torch.int32, device=device)
+        width = sum(_widths(self._nodes, self._words))
+        self._packed = torch.zeros(requests, width, dtype=torch.int32, device=device)
+        self._ops = ops
+        self._depth = depth
         self._verifier = verifier
         self._collectives = collectives
         self._tables = tables
@@ -85,64 +90,60 @@ class _FollowerRound:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Verify rank 0's trees, commit its paths."""
-        self._collectives.broadcast(self._trees)
-        trees, position, root_position = unpack_round(self._trees, *self._size)
+        """Verify rank 0's trees, accept, commit."""
+        self._collectives.broadcast(self._packed)
         page_table = self._tables.table.index_select(0, self._tables.own(self._slot))
-        rows = _rows(trees, root_position, page_table, self._tables.page_size)
-        self._verifier.verify_on_device(trees, position, rows)
-        self._collectives.broadcast(self._paths)
-        self._verifier.commit_on_device(unpack_paths(self._paths), rows)
-
-
-def _rows(
-    trees: DraftTrees, root_position: Tensor, page_table: Tensor, page_size: int
-) -> RunningRows:
-    """Without how tokens are drawn, which is rank 0's business."""
-    nothing = root_position.new_zeros(root_position.shape)
-    return RunningRows(
-        root=trees.token[:, 0],
-        root_position=root_position,
-        page_table=page_table,
-        page_size=page_size,
-        temperature=nothing.float(),
-        top_k=nothing,
-        top_p=nothing.double(),
-        min_p=nothing.double(),
-        seed=nothing.long(),
-    )
+        trees, position, rows = unpack_round(
+            self._packed, self._nodes, self._words, page_table, self._tables.page_size
+        )
+        verified = self._verifier.verify_on_device(trees, position, rows)
+        paths = self._ops.accept_paths(trees, verified.token, self._depth)
+        self._verifier.commit_on_device(paths, rows)
 
 
 def pack_round(trees: DraftTrees, position: Tensor, rows: RunningRows) -> Tensor:
-    """[R, N * (2 + W) + 2] int32: tokens, positions, mask words, node count, root position."""
-    columns = (trees.token, position, trees.mask.flatten(1))
-    counts = (trees.num_nodes[:, None], rows.root_position[:, None])
-    return torch.cat([*columns, *counts], dim=1).contiguous()
+    """[R, N * (4 + W) + 10] int32: trees without scores, places, and how tokens are drawn."""
+    numbers = (rows.root_position, trees.num_nodes, rows.temperature, rows.top_k)
+    wide = (rows.top_p, rows.min_p, rows.seed)
+    columns = (
+        *(trees.token, trees.parent, trees.depth, position, trees.mask.flatten(1)),
+        *(number[:, None].view(torch.int32) for number in (*numbers, *wide)),
+    )
+    return torch.cat(columns, dim=1).contiguous()
 
 
-def unpack_round(packed: Tensor, nodes: int, words: int) -> tuple[DraftTrees, Tensor, Tensor]:
-    """Trees without parents, depths and scores; positions [R, N]; root positions [R]."""
-    sizes = [nodes, nodes, nodes * words, 1, 1]
-    token, position, mask, num_nodes, root_position = packed.split(sizes, dim=1)
+def unpack_round(
+    packed: Tensor, nodes: int, words: int, page_table: Tensor, page_size: int
+) -> tuple[DraftTrees, Tensor, RunningRows]:
+    """What pack_round packed: trees (without scores), positions [R, N], rows with these pages."""
+    whole = torch.contiguous_format  # copies: 64-bit numbers want an even place
+    parts = packed.split(_widths(nodes, words), dim=1)
+    token, parent, depth, position, mask, *numbers = (
+        part.clone(memory_format=whole) for part in parts
+    )
+    root_position, num_nodes, temperature, top_k, top_p, min_p, seed = numbers
     trees = DraftTrees(
         token=token,
-        parent=token,
-        depth=token,
+        parent=parent,
+        depth=depth,
         score=token,
-        mask=mask.unflatten(1, (nodes, words)).contiguous(),
-        num_nodes=num_nodes[:, 0].contiguous(),
+        mask=mask.unflatten(1, (nodes, words)),
+        num_nodes=num_nodes[:, 0],
     )
-    return trees, position, root_position[:, 0].contiguous()
-
-
-def pack_paths(paths: AcceptedPaths) -> Tensor:
-    """[R, D + 2] int32: nodes, length, bonus."""
-    return torch.cat([paths.node, paths.length[:, None], paths.bonus[:, None]], dim=1).contiguous()
-
-
-def unpack_paths(packed: Tensor) -> AcceptedPaths:
-    return AcceptedPaths(
-        node=packed[:, :-2].contiguous(),
-        length=packed[:, -2].contiguous(),
-        bonus=packed[:, -1].contiguous(),
+    rows = RunningRows(
+        root=token[:, 0],
+        root_position=root_position[:, 0],
+        page_table=page_table,
+        page_size=page_size,
+        temperature=temperature.view(torch.float32)[:, 0],
+        top_k=top_k[:, 0],
+        top_p=top_p.view(torch.float64)[:, 0],
+        min_p=min_p.view(torch.float64)[:, 0],
+        seed=seed.view(torch.int64)[:, 0],
     )
+    return trees, position, rows
+
+
+def _widths(nodes: int, words: int) -> list[int]:
+    """Columns of a packed round, part by part."""
+    return [nodes, nodes, nodes, nodes, nodes * words, 1, 1, 1, 1, 2, 2, 2]

@@ -21,7 +21,7 @@ from kdray.core.plan import (
 from kdray.core.profile import ProfileOrder
 from kdray.model.parallel import Collectives
 from kdray.profiling.recorder import Recorder
-from kdray.verifier.follower import FollowerRounds, pack_paths, pack_round, unpack_paths
+from kdray.verifier.follower import FollowerRounds, pack_round
 from kdray.verifier.verifier import Verifier
 from kdray.verifier.wire import Kind, StepHeader, decode, encode
 
@@ -72,7 +72,7 @@ class RankGroup:
         width = paths.node.shape[1] if paths is not None else 0
         self._sender.send(encode(replace(header, commit_width=width)))
         if paths is not None:
-            self._collectives.broadcast(pack_paths(paths))
+            self._collectives.broadcast(_pack_paths(paths))
             self._verifier.commit(paths)
 
     def order_round(self, order: RoundOrder) -> None:
@@ -85,7 +85,7 @@ class RankGroup:
         return self._verifier.verify_on_device(trees, position, rows)
 
     def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:
-        self._collectives.broadcast(pack_paths(paths))
+        """All ranks have accepted the same paths."""
         self._verifier.commit_on_device(paths, rows)
 
     def commit(self, paths: AcceptedPaths) -> None:
@@ -164,7 +164,7 @@ class RankWorker:
         if header.commits:
             shape = (self._num_requests, header.commit_width + 2)
             with self._recorder.range("commit"):
-                self._verifier.commit(unpack_paths(self._receive(shape)))
+                self._verifier.commit(_unpack_paths(self._receive(shape)))
 
     def _step(self, plan: StepPlan, header: StepHeader) -> None:
         self._commit(header)
@@ -196,3 +196,12 @@ def _unpack_trees(packed: Tensor, header: StepHeader) -> DraftTrees:
         mask=mask.unflatten(1, (n, w)),
         num_nodes=num_nodes[:, 0],
     )
+
+
+def _pack_paths(paths: AcceptedPaths) -> Tensor:
+    """[R, D + 2] int32: nodes, length, bonus."""
+    return torch.cat([paths.node, paths.length[:, None], paths.bonus[:, None]], dim=1).contiguous()
+
+
+def _unpack_paths(packed: Tensor) -> AcceptedPaths:
+    return AcceptedPaths(node=packed[:, :-2], length=packed[:, -2], bonus=packed[:, -1])

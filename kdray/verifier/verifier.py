@@ -82,17 +82,26 @@ class Verifier:
         requests, nodes = trees.token.shape
         batch = rows_on_device(trees, position, rows)
         output = self.model.forward(batch, self.cache.layers)
-        logits = self.model.logits(output.hidden)
-        if self._draws:
-            drawn = self._round_ops.draw_tokens(logits, draw_rows(position, rows))
-            token, dead = drawn.token, drawn.dead
-        else:
-            token = dead = trees.token.new_zeros(requests * nodes)
+        token, dead = self._draw_on_device(output.hidden, draw_rows(position, rows))
         return DeviceVerified(
             token=token.view(requests, nodes),
             dead=dead.view(requests, nodes),
             features=output.features.view(requests, nodes, -1),
         )
+
+    def _draw_on_device(self, hidden: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+        """Tokens and dead rows, [M] each and the same on every rank: each draws its share."""
+        assert self._round_ops is not None, "made without round_ops"
+        shard, count = self.model.shard, len(hidden)
+        logits = self.model.dealt_logits(hidden)
+        if shard.size == 1:
+            drawn = self._round_ops.draw_tokens(logits, rows)
+            return drawn.token, drawn.dead
+        first = shard.rank * len(logits)
+        own = torch.arange(first, first + len(logits), device=hidden.device).clamp_max(count - 1)
+        drawn = self._round_ops.draw_tokens(logits, rows.select(own))
+        both = self.model.collectives.all_gather(torch.stack([drawn.token, drawn.dead]))
+        return both[0, :count].contiguous(), both[1, :count].contiguous()
 
     @torch.inference_mode()
     def commit_on_device(self, paths: AcceptedPaths, rows: RunningRows) -> None:

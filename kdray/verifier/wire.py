@@ -5,8 +5,8 @@
     per request: slot, num_cached, known m, budget, pages P, samples    6 int32
     known tokens of all requests, then page tables of all requests      int32
 
-ROUND, a device round (core.plan.RoundOrder), has 8 int32 as well (R and N of the bucket, W the number
-of changed page tables, commit and width as above), then
+ROUND, a device round (core.plan.RoundOrder), has 8 int32 as well (R and N of the bucket, for W the
+number of changed page tables, commit and width as above), then
     slots of the R rows, and per changed table: slot, pages P    int32
     those page tables                                            int32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 
 import numpy as np
@@ -13,10 +13,11 @@ import torch
 
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
-from kdray.core.plan import RoundOrder
+from kdray.core.plan import DraftTrees, RoundOrder, RunningRows
 from kdray.engine import build_engine, build_follower, resolve
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
+from kdray.verifier.follower import pack_round, unpack_round
 from kdray.verifier.rank_group import RankGroup, RankWorker
 from kdray.verifier.wire import Kind, StepHeader, decode, encode
 from tests.thread_ranks import Meeting, QueueChannel, ThreadCollectives
@@ -81,15 +82,54 @@ def on_ranks(config: EngineConfig, visits: list[Visit], tp: int) -> tuple[list[R
         {"mode": "chain", "budget": 7, "page_size": 1},
         {"mode": "plain"},
         {"budget": 8, "prefill_chunk": 7, "num_pages": 60},
+        {"budget": 5, "max_requests": 3, "tp": 4},
     ],
     ids=str,
 )
 def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, object]) -> None:
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
     config = config_of(**wishes)
-    replies, strays = on_ranks(config, visits, tp=2)
+    replies, strays = on_ranks(config, visits, tp=max(config.tp, 2))
     assert replies == on_one_rank(config_of(mode="plain"), visits)
     assert not strays
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_round_survives_its_broadcast(requests: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.randint(-9, 99, shape, dtype=torch.int32, generator=generator)
+
+    nodes, words = 34, 2
+    trees = DraftTrees(
+        token=ints(requests, nodes),
+        parent=ints(requests, nodes),
+        depth=ints(requests, nodes),
+        score=ints(requests, nodes),
+        mask=ints(requests, nodes, words),
+        num_nodes=ints(requests),
+    )
+    rows = RunningRows(
+        root=trees.token[:, 0],
+        root_position=ints(requests),
+        page_table=ints(requests, 3),
+        page_size=16,
+        temperature=torch.rand(requests, generator=generator),
+        top_k=ints(requests),
+        top_p=torch.rand(requests, dtype=torch.float64, generator=generator),
+        min_p=torch.rand(requests, dtype=torch.float64, generator=generator),
+        seed=torch.randint(0, 1 << 62, (requests,), generator=generator),
+    )
+    position = ints(requests, nodes)
+    packed = pack_round(trees, position, rows)
+    back, places, same = unpack_round(packed, nodes, words, rows.page_table, 16)
+    for name in ("token", "parent", "depth", "mask", "num_nodes"):
+        assert torch.equal(getattr(back, name), getattr(trees, name)), name
+    assert torch.equal(places, position)
+    for field in fields(RunningRows):
+        mine, other = getattr(rows, field.name), getattr(same, field.name)
+        assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
 
 
 def test_an_order_survives_the_wire() -> None:
