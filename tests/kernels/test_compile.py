@@ -7,15 +7,18 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
 from kdray.kernels import (
     cuda_attention,
     cuda_draft,
     cuda_fused,
+    cuda_gemm,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
 )
+from kdray.kernels.gemm_table import TOKEN_TILES, GemmShape, plan_for
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 from tests.kernels.fused_cases import RULES
@@ -41,9 +44,23 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention", "ROW_TILES=4"): 255,  # a block less
     ("draft_attention", "ROW_TILES=8"): 255,
     ("draft_attention_fp32", ""): 255,
+    ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
+    ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
 }
 ATTENTION_DIMS = ((512, 64), (64, 16), (128, 32))
 DRAFT_SHAPES = tuple(product(cuda_draft.STAGES, cuda_draft.TILES))
+GEMMS = [  # a rank's matrices of Kimi K2.6 over 8: (shape, gated, dtype of the product)
+    (GemmShape(7168, 2112), False, torch.bfloat16),
+    (GemmShape(1536, 1536), False, torch.bfloat16),
+    (GemmShape(1024, 7168), False, torch.bfloat16),
+    (GemmShape(7168, 384), False, torch.float32),
+    (GemmShape(7168, 512), True, torch.bfloat16),
+    (GemmShape(256, 7168), False, torch.bfloat16),
+    (GemmShape(7168, 20480), False, torch.float32),
+    (GemmShape(128, 512, 8), False, torch.bfloat16),
+    (GemmShape(512, 128, 8), False, torch.bfloat16),
+]
+GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
@@ -67,6 +84,10 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "route_experts": [cuda_fused.routing_defines(*router) for router in RULES.values()],
     "verify_attention": [cuda_attention.defines(*dims) for dims in ATTENTION_DIMS],
     "draft_attention": [cuda_draft.defines(*shape) for shape in DRAFT_SHAPES],
+    "skinny_gemm": [
+        cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
+        for (shape, gated, dtype), tiles in GEMM_CASES
+    ],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
@@ -121,6 +142,14 @@ def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
 def test_draft_attention_fits_with_its_dynamic_memory(shape: tuple[int, int]) -> None:
     for dtype in cuda_draft.ENTRIES:
         assert cuda_draft.shared_bytes(dtype, *shape) <= MAX_BLOCK_BYTES
+
+
+def test_products_fit_with_their_dynamic_memory() -> None:
+    for (shape, _, _), tiles in GEMM_CASES:
+        plan = plan_for(shape, tiles)
+        assert cuda_gemm.fits(plan, tiles)
+        whole = cuda_gemm.shared_bytes(plan, tiles, shape.steps) + cuda_gemm.STATIC_BYTES
+        assert whole <= MAX_BLOCK_BYTES, (shape, plan)
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -1,0 +1,29 @@
+"""Few rows times a matrix, in torch, for any device: the oracle of skinny_gemm.cu.
+
+Matrices are [in, out] here, whichever way they lie in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdray.kernels.reference_fused import swiglu
+
+
+def linear(
+    x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, add: Tensor | None = None
+) -> Tensor:
+    """As in Ops."""
+    if dtype is None or dtype == x.dtype:
+        product = x @ weight
+    elif x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype:
+        product = torch.mm(x, weight, out_dtype=torch.float32)
+    else:
+        product = x.to(dtype) @ weight.to(dtype)
+    return product if add is None else add + product
+
+
+def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """As in Ops."""
+    return swiglu(linear(x, gate_up))

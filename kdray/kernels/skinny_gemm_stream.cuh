@@ -1,0 +1,149 @@
+// How skinny_gemm.cu's operands come in: weights through rings that each lane fills and reads by
+// itself, rows of x through two buffers that the block shares; and words that one block leaves for
+// another of the same launch.
+#pragma once
+
+#include "mma.cuh"
+
+// A word of the workspace that holds nothing. No sum has these bits: what is no number leaves an
+// addition as another NaN, and publish() lets none pass.
+constexpr u32 EMPTY = 0xffffffffu;
+
+#ifdef __CUDACC__
+
+// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
+__device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+}
+// What this thread has started since its last group becomes a group.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all of this thread's groups but the last few have landed.
+template <int LAST>
+__device__ __forceinline__ void wait_for_groups()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+__device__ __forceinline__ uint4 shared_vector(SharedAddress from)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+// Words that go to, and come from, another block: each is whole by itself, in no order.
+__device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v)
+{
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ uint4 load_relaxed(const uint4* from)
+{
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+#else
+
+inline void copy_line_async(SharedAddress to, const void* from)
+{
+    simt::copy_later(simt::shared_pointer(to, 16), from, 16);
+}
+inline void end_group() { simt::copy_commit(); }
+template <int LAST>
+inline void wait_for_groups()
+{
+    simt::copy_wait_groups(LAST);
+}
+inline uint4 shared_vector(SharedAddress from)
+{
+    return *(const uint4*)simt::shared_pointer(from, 16);
+}
+inline void store_relaxed(uint4* to, const uint4& v) { *to = v; }
+inline uint4 load_relaxed(const uint4* from)
+{
+    const uint4 v = *from;
+    if (v.x == EMPTY) simt::wait_for_other_blocks();
+    return v;
+}
+
+#endif
+
+// One warp's weights: steps of 32 inputs by TILES tiles of 16 rows, with room for DEPTH
+// steps. A lane copies what its own fragments need and nobody else reads it, so there is no
+// barrier.
+template <int TILES, int DEPTH>
+struct WeightRing {
+    static constexpr int PARTS = 2 * TILES;  // rows g and g + 8 of each tile
+    static constexpr int STEP_BYTES = PARTS * WARP * 16;
+    static constexpr int BYTES = DEPTH * STEP_BYTES;
+
+    const unsigned char* row[PARTS];  // where the lane's share of step 0 lies
+    SharedAddress base;               // of the lane's share of slot 0
+    int steps;
+
+    __device__ void start(int step) const
+    {
+        if (step < steps) {
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+                copy_line_async(at(step) + p * WARP * 16, row[p] + (i64)step * 64);
+        }
+        end_group();
+    }
+    // Fills all slots but the one that is read next to last: its readers may not be done.
+    __device__ void fill() const
+    {
+#pragma unroll 1
+        for (int step = 0; step < DEPTH - 1; ++step) start(step);
+    }
+    // Waits for a step, and sends for the one that takes the place of the step before it.
+    __device__ void advance(int step) const
+    {
+        wait_for_groups<DEPTH - 2>();
+        start(step + DEPTH - 1);
+    }
+    __device__ uint4 part(int step, int p) const
+    {
+        return shared_vector(at(step) + p * WARP * 16);
+    }
+
+private:
+    __device__ SharedAddress at(int step) const { return base + step % DEPTH * STEP_BYTES; }
+};
+
+__device__ __forceinline__ u32 publishable(float x)
+{
+    return bits_of(x) == EMPTY ? 0x7fffffffu : bits_of(x);
+}
+__device__ __forceinline__ bool is_full(const uint4& v)
+{
+    return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY;
+}
+__device__ __forceinline__ void publish(uint4* to, const float4& v)
+{
+    store_relaxed(to, {publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w)});
+}
+
+__device__ __forceinline__ float4 operator+(const float4& a, const float4& b)
+{
+    return {plus(a.x, b.x), plus(a.y, b.y), plus(a.z, b.z), plus(a.w, b.w)};
+}
+// ((v0 + v1) + (v2 + v3)) + ..: a run of a power of two of vectors, as a balanced tree, so that its
+// halves may have been summed elsewhere.
+template <int COUNT>
+__device__ __forceinline__ float4 tree_sum(const float4* v, int stride)
+{
+    if constexpr (COUNT == 1)
+        return *v;
+    else
+        return tree_sum<COUNT / 2>(v, stride) + tree_sum<COUNT / 2>(v + COUNT / 2 * stride, stride);
+}

@@ -1,0 +1,73 @@
+"""skinny_gemm.cu: its own source, run on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kdray.kernels.cuda_gemm import CudaGemm
+from kdray.kernels.gemm_table import GemmPlan
+from tests.kernels import gemm_cases as cases
+from tests.kernels.simt_loader import simt_loader
+
+
+@pytest.fixture(scope="module")
+def gemm() -> CudaGemm:
+    return CudaGemm(simt_loader(seed=3))
+
+
+# Fields as GemmPlan has them: row tiles, warps over outputs, warps over runs, split, slots.
+PLANS = [
+    GemmPlan(1, 1, 4, 1, 4),
+    GemmPlan(1, 2, 2, 2, 4),
+    GemmPlan(2, 2, 1, 4, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 32, 8), (5, 96, 24), (9, 1056, 40)])
+def test_linear(gemm: CudaGemm, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    cases.check_linear(gemm, tokens, inputs, outputs, dtype=dtype)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_each_way_to_cut_it(plan: GemmPlan) -> None:
+    gemm = CudaGemm(simt_loader(seed=4), plan=plan)
+    for _ in range(2):  # the workspace is empty again
+        cases.check_linear(gemm, 17, 288, 72, dtype=torch.float32, add=True, gap=8)
+        cases.check_linear(gemm, 3, 64, 8, add=True)
+    if gemm._work is not None:
+        assert (gemm._work == -1).all()
+
+
+def test_the_way_it_is_cut_changes_no_bit() -> None:
+    gemms = {plan: CudaGemm(simt_loader(seed=6), plan=plan) for plan in PLANS}
+    cases.check_plans(gemms, 9, 352, 40)
+
+
+def test_rows_that_come_in_many_chunks() -> None:
+    """Buffers are used again, by runs that are not equally long."""
+    for plan in (GemmPlan(1, 1, 1, 1, 4), GemmPlan(1, 2, 2, 1, 3)):
+        cases.check_linear(CudaGemm(simt_loader(seed=8), plan=plan), 3, 32 * 63, 8)
+
+
+def test_more_rows_than_a_block_takes(gemm: CudaGemm) -> None:
+    cases.check_linear(gemm, 67, 64, 24)
+
+
+def test_a_row_does_not_depend_on_its_batch(gemm: CudaGemm) -> None:
+    cases.check_alone(gemm, 65, 256, 8)
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "inner"), [(1, 32, 8), (6, 160, 24)])
+def test_gated_linear(gemm: CudaGemm, tokens: int, inputs: int, inner: int) -> None:
+    cases.check_gated(gemm, tokens, inputs, inner)
+
+
+def test_gated_linear_over_blocks() -> None:
+    cases.check_gated(CudaGemm(simt_loader(seed=4), plan=PLANS[1]), 11, 256, 40)
+
+
+def test_per_head(gemm: CudaGemm) -> None:
+    cases.check_heads(gemm, 5, 3, 64, 24)
+    cases.check_heads(gemm, 10, 2, 256, 16)
