@@ -80,7 +80,7 @@ class EngineConfig:
                         kv_memory_bytes
     kv_memory_bytes     KV memory a rank may take, in bytes, where num_pages is None
     threads             torch threads a rank on a CPU; None: up to four, one core left free
-    graphs              on one GPU: decode in CUDA graphs that run ahead of the host; False: step by
+    graphs              on GPUs: decode in CUDA graphs that run ahead of the host; False: step by
                         step from the host, which is slower and gives the same tokens
     norm_eps_qkv        epsilon of the q_a and kv_a norms; None: 1e-6, as published weights expect
     start_timeout_s     longest wait for placement, and again for the ranks to come up
