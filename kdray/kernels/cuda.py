@@ -19,6 +19,7 @@ from kdray.kernels import (
     cuda_attention,
     cuda_commit,
     cuda_draft,
+    cuda_moe,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
@@ -26,6 +27,7 @@ from kdray.kernels import (
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
+from kdray.kernels.moe_layout import PackedExperts
 from kdray.kernels.ops import (
     AttentionBatch,
     DeviceAttentionBatch,
@@ -52,6 +54,7 @@ class CudaOps:
         self._attention = cuda_attention.CudaAttention(self.loader)
         self._draft_attention = cuda_draft.CudaDraftAttention(self.loader)
         self._fused = CudaFused(self.loader)
+        self._moe = cuda_moe.CudaMoe(self.loader)
         self._topk = cuda_topk.CudaTopk(self.loader)
         self._sampling = cuda_sampling.CudaSampling(self.loader)
         self._commits: dict[tuple[int, ...], _CommitPlan] = {}
@@ -114,6 +117,18 @@ class CudaOps:
         self, logits: Tensor, bias: Tensor, rule: RoutingRule
     ) -> tuple[Tensor, Tensor]:
         return self._fused.route_experts(logits, bias, rule)
+
+    def moe_w4a16(
+        self,
+        x: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: PackedExperts,
+        shared: Tensor,
+    ) -> Tensor:
+        if not cuda_moe.takes(x, expert, weight, experts, shared):
+            return self._reference.moe_w4a16(x, expert, weight, experts, shared)
+        return self._moe.moe_w4a16(x, expert, weight, experts, shared)
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """As in Ops; what it waits for are the flags of rows without any finite logit, which raise

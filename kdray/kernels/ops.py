@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.request import SamplingParams
+from kdray.kernels.moe_layout import PackedExperts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,6 +228,22 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The noaux_tc router: logits [T, X] fp32, bias [X] fp32 -> expert [T, k] int64, best first
         (the lower expert and group among equals), and weight [T, k] fp32."""
+        ...
+
+    def moe_w4a16(
+        self,
+        x: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: PackedExperts,
+        shared: Tensor,
+    ) -> Tensor:
+        """x [T, E], routed to expert [T, k] int64 with weight [T, k] fp32 -> [T, E].
+
+        Sum over a row's experts, in order, of weight * down(silu(gate x) * up x), + shared [T, E].
+        A row's experts are distinct. Sums are fp32; what is between the products, and an expert's
+        output, are rounded to x's dtype once. On a GPU a row's bits do not depend on its batch.
+        """
         ...
 
     def sample_tokens(self, logits: Tensor, rows: SamplingRows) -> Tensor:

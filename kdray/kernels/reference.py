@@ -26,7 +26,7 @@ from kdray.core.tree import (
     build_tree,
     follow,
 )
-from kdray.kernels import reference_fused
+from kdray.kernels import reference_fused, reference_moe
 from kdray.kernels.ops import (
     AttentionBatch,
     DeviceAttentionBatch,
@@ -53,6 +53,7 @@ class ReferenceOps:
     per_head = staticmethod(reference_fused.per_head)
     swiglu = staticmethod(reference_fused.swiglu)
     route_experts = staticmethod(reference_fused.route_experts)
+    moe_w4a16 = staticmethod(reference_moe.moe_w4a16)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,0 +1,153 @@
+"""Launches sort_rows.cu and moe_w4a16.cu: a layer's routed experts, weights INT4.
+
+Nothing waits for the device; all may be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdray.kernels.loader import KernelLoader
+from kdray.kernels.moe_layout import TILE, PackedExperts
+
+# As in the .cu files.
+WARPS, SLOTS, SLOT_BYTES = 16, 3, 1152
+THREADS = WARPS * 32
+SHARED_BYTES = WARPS * (SLOTS * (SLOT_BYTES + 8) + 2 * 8 * 32 * 4)
+SORT_THREADS, SUM_THREADS, SUM_COLUMNS = 1024, 128, 8
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+MAX_UNSORTED = 32  # pairs that a warp sorts for itself
+UNIT_COLUMNS = 8
+
+MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
+MAX_TILES = MAX_ROWS * MAX_TOP_K
+# Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
+PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
+
+
+class SortedPairs(NamedTuple):
+    """As sort_rows.cu leaves them; what lies behind num_tiles means nothing.
+
+    tile [at most, 4] int32, pair [P] int32, num_tiles [1] int32
+    """
+
+    tile: Tensor
+    pair: Tensor
+    num_tiles: Tensor
+
+
+class CudaMoe:
+    """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
+
+    def __init__(self, loader: KernelLoader, *, overlap: bool = False) -> None:
+        """overlap: let a launch start while the kernel before it ends, at the price that nothing
+        else may hold multiprocessors meanwhile that waits for this one's end; for measuring."""
+        self._loader = loader
+        self._launch = {"overlap": True} if overlap else {"cooperative": True}
+        self._processors = _processors(loader.device)
+        self._ready = torch.zeros(MAX_TILES, dtype=torch.int32, device=loader.device)
+
+    def moe_w4a16(
+        self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
+    ) -> Tensor:
+        """As in Ops, for what `takes` takes."""
+        if len(x) <= MAX_ROWS:
+            return self._run(x, expert, weight, experts, shared)
+        pieces = [slice(i, i + MAX_ROWS) for i in range(0, len(x), MAX_ROWS)]
+        return torch.cat(
+            [self._run(x[p], expert[p], weight[p], experts, shared[p]) for p in pieces]
+        )
+
+    def sort_rows(self, expert: Tensor, num_experts: int, column_tiles: int) -> SortedPairs:
+        """expert [T, k] int64."""
+        pairs, tile_rows = expert.numel(), UNIT_COLUMNS * column_tiles
+        most = min(pairs, num_experts + pairs // tile_rows)
+        device = expert.device
+        found = SortedPairs(
+            torch.empty((most, 4), dtype=torch.int32, device=device),
+            torch.empty(pairs, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
+        )
+        kernel = self._loader.get("sort_rows", "sort_rows", sort_defines(num_experts, column_tiles))
+        kernel.launch(
+            1, SORT_THREADS, (*found, expert, pairs), shared_bytes=64 * num_experts, overlap=True
+        )
+        return found
+
+    def _run(
+        self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
+    ) -> Tensor:
+        (rows, width), top_k = x.shape, expert.shape[1]
+        out = torch.empty_like(x)
+        if rows == 0:
+            return out
+        inner = x.new_empty(rows * top_k, experts.inner)
+        partial = x.new_empty(rows * top_k, width)
+        tiles = column_tiles(rows * top_k, experts.num_experts)
+        order = self._order(expert, experts.num_experts, tiles)
+        defines = moe_defines(width, experts.inner, top_k, tiles)
+        multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
+        weights = (experts.gate_up, experts.down)
+        multiply.launch(
+            self._processors,
+            THREADS,
+            (inner, partial, self._ready, x, *weights, expert, *order, rows * top_k),
+            shared_bytes=SHARED_BYTES,
+            **self._launch,
+        )
+        arrivals = rows * top_k if order[0] is None else len(order[0])
+        add = self._loader.get("moe_w4a16", "moe_sum", defines)
+        add.launch(
+            (rows, -(-width // (SUM_THREADS * SUM_COLUMNS))),
+            SUM_THREADS,
+            (out, self._ready, partial, weight, shared, arrivals),
+            overlap=True,
+        )
+        return out
+
+    def _order(
+        self, expert: Tensor, num_experts: int, tiles: int
+    ) -> SortedPairs | tuple[None, None, None]:
+        """Sorted, but where that is left to the warps."""
+        if tiles == 1 and expert.numel() <= MAX_UNSORTED and len(expert) <= UNIT_COLUMNS:
+            return None, None, None
+        return self.sort_rows(expert, num_experts, tiles)
+
+
+def column_tiles(pairs: int, num_experts: int) -> int:
+    """Eights of rows that a tile holds. It never changes a result."""
+    if pairs < PAIRS_FOR_TWO * num_experts:
+        return 1
+    return 2 if pairs < PAIRS_FOR_FOUR * num_experts else 4
+
+
+@cache
+def sort_defines(num_experts: int, column_tiles: int) -> dict[str, str | int]:
+    return {"NUM_EXPERTS": num_experts, "TILE_ROWS": UNIT_COLUMNS * column_tiles}
+
+
+@cache
+def moe_defines(width: int, inner: int, top_k: int, column_tiles: int) -> dict[str, str | int]:
+    return {"WIDTH": width, "INNER": inner, "TOP_K": top_k, "COLUMN_TILES": column_tiles}
+
+
+def takes(
+    x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
+) -> bool:
+    bf16 = x.dtype == shared.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    placed = (x, expert, weight, shared, experts.gate_up, experts.down)
+    packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in placed)
+    shaped = x.shape == shared.shape and expert.shape == weight.shape and experts.width % TILE == 0
+    fits = experts.num_experts <= MAX_EXPERTS and expert.shape[1] <= MAX_TOP_K
+    return bf16 and packed and shaped and fits and expert.dtype == torch.int64
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # the kernel's source run on the CPU
+    return torch.cuda.get_device_properties(device).multi_processor_count

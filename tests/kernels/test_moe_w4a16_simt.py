@@ -1,0 +1,69 @@
+"""sort_rows.cu and moe_w4a16.cu: their own source, run on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kdray.kernels.cuda_moe import CudaMoe
+from tests.kernels import moe_cases as cases
+from tests.kernels.moe_cases import Sizes
+from tests.kernels.simt_loader import simt_loader
+
+SMALL = Sizes(width=64, inner=32, experts=8, top_k=2)
+
+
+@pytest.fixture(params=[0, 7], ids=["seed 0", "seed 7"])
+def moe(request: pytest.FixtureRequest) -> CudaMoe:
+    torch.manual_seed(1)
+    return CudaMoe(simt_loader(seed=request.param))
+
+
+@pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 11, 20, 60])
+def test_it_equals_float64(moe: CudaMoe, rows: int, routing: str) -> None:
+    cases.check(moe, cases.drawn_case(SMALL, rows, routing))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(width=96, inner=32, experts=16, top_k=1),
+        Sizes(width=160, inner=96, experts=64, top_k=8),
+        Sizes(width=544, inner=64, experts=8, top_k=3),  # shares of 2 steps, the last of 1
+        Sizes(width=1696, inner=32, experts=4, top_k=2),  # shares of 4, the last warps without
+    ],
+    ids=str,
+)
+def test_any_sizes(moe: CudaMoe, sizes: Sizes) -> None:
+    for rows in (2, 9):
+        cases.check(moe, cases.drawn_case(sizes, rows))
+
+
+def test_a_row_has_the_same_bits_in_any_batch(moe: CudaMoe) -> None:
+    """Batches that warps sort, that are sorted before, and in tiles of 8, 16 and 32 rows."""
+    case = cases.drawn_case(Sizes(width=1056, inner=64, experts=4, top_k=2), 40)
+    others = [torch.tensor([5]), torch.arange(7), torch.arange(2, 12), torch.arange(39, 9, -1)]
+    cases.check_bits(moe, case, others)
+
+
+def test_long_batches_go_piece_by_piece(moe: CudaMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdray.kernels.cuda_moe.MAX_ROWS", 4)
+    cases.check(moe, cases.drawn_case(SMALL, 10))
+
+
+@pytest.mark.parametrize("column_tiles", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, SMALL),
+        (70, SMALL),
+        (65, Sizes(width=0, inner=0, experts=384, top_k=8)),
+        (300, Sizes(width=0, inner=0, experts=1024, top_k=8)),
+    ],
+    ids=str,
+)
+def test_rows_are_sorted(moe: CudaMoe, rows: int, sizes: Sizes, column_tiles: int) -> None:
+    for routing in cases.DEVICE_ROUTINGS:
+        expert = cases.chosen(routing, rows, sizes, torch.device("cpu"))
+        cases.check_sorting(moe, expert, sizes.experts, column_tiles)
