@@ -11,7 +11,7 @@ from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
 from kdray.engine import build_engine, resolve
 from kdray.kernels.cuda_round import CudaRoundOps
-from tests.gpu.test_demo import NEAR_TIE, margin
+from tests.gpu.near_ties import check_same
 from tests.kernels.round_cases import check_round
 
 pytestmark = pytest.mark.gpu
@@ -47,16 +47,8 @@ def test_captured_rounds_write_what_plain_decoding_writes(
     visits: list[Visit], plainly: list[Reply], wishes: dict[str, object]
 ) -> None:
     replies = replies_of(visits, **wishes)
-    for n, (visit, mine, other) in enumerate(zip(visits, replies, plainly, strict=True)):
-        shared = list(zip(mine.token_ids, other.token_ids, strict=False))
-        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
-        if at is not None:
-            prefix = [*visit.prompt, *mine.token_ids[:at]]
-            gap = margin(prefix, *shared[at], visit.sampling)
-            print(f"visit {n}: differs at token {at}, margin {gap:.2e}")
-            assert gap < NEAR_TIE
-        elif visit.patience is None:
-            assert mine == other
+    for visit, mine, other in zip(visits, replies, plainly, strict=True):
+        check_same(visit, mine, other)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,109 @@
+"""Two ranks on two GPUs over NCCL: captured rounds of both against one GPU and the host's steps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from itertools import islice
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+from kdray.config import EngineConfig
+from kdray.engine import build_engine, build_follower, resolve
+from kdray.model.parallel import Shard
+from kdray.profiling.recorder import Recorder
+from kdray.verifier.channel import ZmqReceiver, ZmqSender
+from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.rank_group import RankGroup, RankWorker
+from tests.gpu.near_ties import check_same
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+COUNT, WAIT_S, HOST = 40, 120.0, "127.0.0.1"
+
+
+def visits_of() -> list[Visit]:
+    prompts = demo_prompts(resolve(EngineConfig(device="cuda")))
+    return list(islice(draw_visits(prompts, seed=7, most_tokens=64), COUNT))
+
+
+def config_of(**wishes: object) -> EngineConfig:
+    return EngineConfig(device="cuda", dtype="float32", tp=2, **wishes)  # type: ignore[arg-type]
+
+
+def be_rank(
+    rank: int, config: EngineConfig, port: int, endpoint: str, replies: SimpleQueue[list[Reply]]
+) -> None:
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    facts, shard = resolve(config), Shard(rank, 2)
+    collectives = TorchCollectives(
+        rank=rank, size=2, host=HOST, port=port, device=torch.device("cuda", rank), timeout_s=WAIT_S
+    )
+    if rank == 1:
+        verifier, rounds = build_follower(config, facts, shard=shard, collectives=collectives)
+        assert (rounds is not None) == config.graphs
+        worker = RankWorker(
+            verifier, ZmqReceiver(endpoint), collectives, facts.device, Recorder(1), rounds=rounds
+        )
+        worker.run()
+    else:
+        sender = ZmqSender([endpoint], timeout_s=WAIT_S)
+        engine = build_engine(
+            config,
+            facts,
+            shard=shard,
+            collectives=collectives,
+            make_group=lambda verifier: RankGroup(verifier, sender, collectives),
+        )
+        replies.put(run_visits(engine.driver, engine.facts, visits_of()))
+        engine.driver.close()
+    torch.cuda.synchronize()
+    collectives.close()
+
+
+def on_two_gpus(config: EngineConfig) -> list[Reply]:
+    context = multiprocessing.get_context("spawn")
+    store, port = open_store(HOST, WAIT_S)  # held until both have met
+    replies: SimpleQueue[list[Reply]] = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"ipc://{Path(folder) / 'rank-1'}"
+        ranks = [
+            context.Process(target=be_rank, args=(rank, config, port, endpoint, replies))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(WAIT_S)
+        ends = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+    del store
+    assert ends == [0, 0]
+    return replies.get()
+
+
+@pytest.fixture(scope="module")
+def plainly() -> list[Reply]:
+    config = EngineConfig(device="cuda", dtype="float32", mode="plain", graphs=False)
+    engine = build_engine(config, resolve(config))
+    return run_visits(engine.driver, engine.facts, visits_of())
+
+
+@pytest.mark.parametrize("wishes", [
+    {"budget": 16}, {"mode": "chain", "budget": 7}, {"mode": "plain"}, {"graphs": False},
+], ids=str)  # fmt: skip
+def test_two_gpus_say_what_one_says_plainly(
+    plainly: list[Reply], wishes: dict[str, object]
+) -> None:
+    replies = on_two_gpus(config_of(**wishes))
+    for visit, mine, other in zip(visits_of(), replies, plainly, strict=True):
+        check_same(visit, mine, other)
