@@ -26,6 +26,7 @@ from kdray.kernels import (
 )
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
+from kdray.kernels.cuda_gemm import CudaGemm
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import PackedExperts
 from kdray.kernels.ops import (
@@ -54,6 +55,7 @@ class CudaOps:
         self._attention = cuda_attention.CudaAttention(self.loader)
         self._draft_attention = cuda_draft.CudaDraftAttention(self.loader)
         self._fused = CudaFused(self.loader)
+        self._gemm = CudaGemm(self.loader)
         self._moe = cuda_moe.CudaMoe(self.loader)
         self._topk = cuda_topk.CudaTopk(self.loader)
         self._sampling = cuda_sampling.CudaSampling(self.loader)
@@ -108,7 +110,20 @@ class CudaOps:
         return self._fused.rope_cache(query, kv, cache, rows, norm)
 
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._fused.per_head(x, weight, out)
+        return self._gemm.per_head(x, weight, out)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        return self._gemm.linear(x, weight, dtype=dtype, add=add)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        return self._gemm.gated_linear(x, gate_up)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self._fused.swiglu(gate_up)

@@ -219,6 +219,26 @@ class Ops(Protocol):
         given, whose rows and heads may lie any distance apart."""
         ...
 
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, I] @ weight [I, O], + add [T, O] if given -> [T, O] in `dtype`, x's own if None.
+
+        Sums are fp32. On a GPU up to 128 rows of bf16 whose matrix has an output's weights side by
+        side (as the checkpoint's, transposed as a view) have bits that do not depend on the batch;
+        such weights must have been written before the launch in front.
+        """
+        ...
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """swiglu(linear(x, gate_up)): x [T, E], gate_up [E, 2 I] -> [T, I]."""
+        ...
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[.., 2 I], gate then up -> silu(gate) * up [.., I]."""
         ...

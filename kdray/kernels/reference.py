@@ -41,6 +41,7 @@ from kdray.kernels.reference_attention import (
     tile_batch,
 )
 from kdray.kernels.reference_draft import BlockView, attend_blocks
+from kdray.kernels.reference_gemm import gated_linear, linear
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -52,6 +53,8 @@ class ReferenceOps:
     rope_cache = staticmethod(reference_fused.rope_cache)
     per_head = staticmethod(reference_fused.per_head)
     swiglu = staticmethod(reference_fused.swiglu)
+    linear = staticmethod(linear)
+    gated_linear = staticmethod(gated_linear)
     route_experts = staticmethod(reference_fused.route_experts)
     moe_w4a16 = staticmethod(reference_moe.moe_w4a16)
 
