@@ -19,6 +19,7 @@ from kdray.kernels import (
     cuda_attention,
     cuda_commit,
     cuda_draft,
+    cuda_gemm,
     cuda_moe,
     cuda_sampling,
     cuda_topk,
@@ -110,6 +111,8 @@ class CudaOps:
         return self._fused.rope_cache(query, kv, cache, rows, norm)
 
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if not cuda_gemm.takes_heads(x, weight, out):
+            return self._fused.per_head(x, weight, out)
         return self._gemm.per_head(x, weight, out)
 
     def linear(
