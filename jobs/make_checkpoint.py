@@ -44,6 +44,7 @@ from kdray.model.stored import ITEM_BYTES
 
 KIMI = Path(__file__).resolve().parent / "kimi_k26"
 PREFIX = "language_model."
+BEHIND_LAYERS = ("model.norm.weight", "lm_head.weight")
 CHUNK = 2 << 20  # numbers drawn at a time
 UNIFORM_STD = 4.61  # of q in -8 .. 7, each as likely
 Generator = np.random.Generator
@@ -143,8 +144,8 @@ def write_drafter(folder: Path, text: Mapping[str, Any], options: argparse.Names
 
 
 def target_tensors(config: ModelConfig, vision: Mapping[str, Any]) -> Iterator[Planned]:
-    """All tensors in the order of the layers, and some of the vision part."""
-    for needed in needed_tensors(config):
+    """All tensors, the head behind the layers, and some of the vision part."""
+    for needed in sorted(needed_tensors(config), key=lambda n: n.name in BEHIND_LAYERS):
         name = PREFIX + needed.name
         if needed.is_expert and config.quantization == "int4":
             yield from packed(name, *needed.shape)
@@ -152,7 +153,7 @@ def target_tensors(config: ModelConfig, vision: Mapping[str, Any]) -> Iterator[P
             yield plain(f"{name}.weight" if needed.is_linear else name, needed.shape)
     if vision:
         width = vision["vt_hidden_size"]
-        yield plain("vision_tower.patch_embed.pos_emb.weight", (64, 64, width))
+        yield plain("vision_tower.encoder.final_layernorm.weight", (width,))
         yield plain("mm_projector.pre_norm.weight", (width,))
 
 

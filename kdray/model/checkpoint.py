@@ -114,7 +114,20 @@ class Checkpoint:
         try:
             return self._tensors[name]
         except KeyError:
-            raise CheckpointError(f"tensor {name} is missing in {self.folder}") from None
+            raise CheckpointError(
+                f"tensor {name} is missing in {self.folder}{self._neighbour(name)}; "
+                "download the folder again"
+            ) from None
+
+    def _neighbour(self, name: str) -> str:
+        """The file that holds what belongs beside a tensor, as words; or nothing."""
+        root = name
+        while "." in root:
+            root = root.rpartition(".")[0]
+            for other, stored in self._tensors.items():
+                if other.startswith(f"{root}."):
+                    return f" ({other} is in {stored.path})"
+        return ""
 
     def require(
         self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS
@@ -243,5 +256,9 @@ def _shard_paths(folder: Path, indexed: dict[str, str] | None) -> list[Path]:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     for path in paths:
         if not path.exists():
-            raise CheckpointError(f"{path} is missing, though {folder / INDEX} names it")
+            name = next(name for name, file in (indexed or {}).items() if file == path.name)
+            raise CheckpointError(
+                f"{path} is missing, though {folder / INDEX} names it, for tensor {name}; "
+                "download the folder again"
+            )
     return paths

@@ -18,24 +18,13 @@ from kdray.model.manifest import bytes_to_read, check_checkpoint
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
 from tests.model.paged import PagedRunner, Part
+from tests.model.random_kimi import write
 
 KIMI = Path(__file__).resolve().parents[2] / "jobs" / "kimi_k26"
-SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
-SET = ",".join(f"{name}={value}" for name, value in SMALL.items())
-
-
-def make(folder: Path, *options: str) -> Path:
-    assert make_checkpoint.main(["--out", str(folder), "--set", SET, *options]) == 0
-    return folder
 
 
 def test_it_has_the_published_layout(tmp_path: Path) -> None:
-    folder = make(tmp_path / "k", "--shards", "4")
+    folder = write(tmp_path / "k", "--shards", "4")
     files = sorted(path.name for path in folder.iterdir())
     assert files == [
         "config.json",
@@ -64,7 +53,7 @@ def header_bytes(path: Path) -> int:
 
 
 def test_it_loads_whole_and_in_parts_and_runs(tmp_path: Path) -> None:
-    folder = make(tmp_path / "k", "--shards", "3", "--drafter", str(tmp_path / "d"))
+    folder = write(tmp_path / "k", "--shards", "3", "--drafter", str(tmp_path / "d"))
     config = ModelConfig.from_folder(folder)
     assert config.quantization == "int4"
     checkpoint = Checkpoint.open(folder)
@@ -84,8 +73,8 @@ def test_it_loads_whole_and_in_parts_and_runs(tmp_path: Path) -> None:
 
 
 def test_numbers_depend_on_names_and_seed_alone(tmp_path: Path) -> None:
-    few, many = make(tmp_path / "few", "--shards", "2"), make(tmp_path / "many", "--shards", "9")
-    other = make(tmp_path / "other", "--shards", "2", "--seed", "1")
+    few, many = write(tmp_path / "few", "--shards", "2"), write(tmp_path / "many", "--shards", "9")
+    other = write(tmp_path / "other", "--shards", "2", "--seed", "1")
     checkpoints = [Checkpoint.open(folder) for folder in (few, many, other)]
     name = "model.layers.1.mlp.experts.0.up_proj"
     first, second, third = (read_linear(checkpoint, name) for checkpoint in checkpoints)
@@ -94,13 +83,13 @@ def test_numbers_depend_on_names_and_seed_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
-    folder = make(tmp_path / "k", "--shards", "3")
+    folder = write(tmp_path / "k", "--shards", "3")
     first, second, third = sorted(folder.glob("*.safetensors"))
     kept = first.stat().st_mtime_ns, first.read_bytes()
     whole = second.read_bytes()
     second.write_bytes(whole[:-1])
     third.rename(third.with_name(f"{third.name}.partial"))
-    make(tmp_path / "k", "--shards", "3")
+    write(tmp_path / "k", "--shards", "3")
     assert (first.stat().st_mtime_ns, first.read_bytes()) == kept
     assert second.read_bytes() == whole and third.exists()
     assert not list(folder.glob("*.partial"))
