@@ -75,7 +75,11 @@ class CudaMoe:
         )
         kernel = self._loader.get("sort_rows", "sort_rows", sort_defines(num_experts, column_tiles))
         kernel.launch(
-            1, SORT_THREADS, (*found, expert, pairs), shared_bytes=64 * num_experts, overlap=True
+            1,
+            SORT_THREADS,
+            (*found, expert, pairs),
+            shared_bytes=sort_bytes(num_experts),
+            overlap=True,
         )
         return found
 
@@ -131,9 +135,15 @@ def sort_defines(num_experts: int, column_tiles: int) -> dict[str, str | int]:
     return {"NUM_EXPERTS": num_experts, "TILE_ROWS": UNIT_COLUMNS * column_tiles}
 
 
+def sort_bytes(num_experts: int) -> int:
+    """Counts of 16 bits, a warp and expert each."""
+    return 2 * SORT_THREADS // 32 * num_experts
+
+
 @cache
 def moe_defines(width: int, inner: int, top_k: int, column_tiles: int) -> dict[str, str | int]:
-    return {"WIDTH": width, "INNER": inner, "TOP_K": top_k, "COLUMN_TILES": column_tiles}
+    sizes = {"WIDTH": width, "INNER": inner, "TOP_K": top_k, "COLUMN_TILES": column_tiles}
+    return sizes | {"SHARED_BYTES": SHARED_BYTES}
 
 
 def takes(

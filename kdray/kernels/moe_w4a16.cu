@@ -23,7 +23,7 @@
 // Products exact, sums float32; inner and partial are rounded once. Neither depends on what else is in
 // a tile or on COLUMN_TILES, so a row's bits do not depend on its batch.
 // Oracle: reference_moe.moe_w4a16; within 1 % (norm of a row's error over the row's norm).
-// Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4.
+// Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4, SHARED_BYTES.
 
 #include "moe_w4a16_tiles.cuh"
 
@@ -46,7 +46,7 @@ struct Shared {
     float part[2][WARPS][8][WARP];
     u64 landed[WARPS][SLOTS];
 };
-static_assert(sizeof(Shared) <= 99 * 1024, "shared memory of every architecture served");
+static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
 
 // The units of one warp, first half, then second; all warps of a block have the same of the first.
 struct Units {

@@ -14,6 +14,7 @@ from kdray.kernels import (
     cuda_draft,
     cuda_fused,
     cuda_gemm,
+    cuda_moe,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
@@ -44,6 +45,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention", "ROW_TILES=4"): 255,  # a block less
     ("draft_attention", "ROW_TILES=8"): 255,
     ("draft_attention_fp32", ""): 255,
+    ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
 }
@@ -61,6 +63,7 @@ GEMMS = [  # a rank's matrices of Kimi K2.6 over 8: (shape, gated, dtype of the 
     (GemmShape(512, 128, 8), False, torch.bfloat16),
 ]
 GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
+MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (512, 96, 2))  # width, inner, top_k
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "topk_logprob": [
@@ -88,6 +91,10 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
         cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
         for (shape, gated, dtype), tiles in GEMM_CASES
     ],
+    "sort_rows": [
+        cuda_moe.sort_defines(experts, tiles) for experts in (8, 384, 1024) for tiles in (1, 4)
+    ],
+    "moe_w4a16": [cuda_moe.moe_defines(*sizes, n) for sizes in MOE_SIZES for n in (1, 2, 4)],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
@@ -150,6 +157,13 @@ def test_products_fit_with_their_dynamic_memory() -> None:
         assert cuda_gemm.fits(plan, tiles)
         whole = cuda_gemm.shared_bytes(plan, tiles, shape.steps) + cuda_gemm.STATIC_BYTES
         assert whole <= MAX_BLOCK_BYTES, (shape, plan)
+
+
+def test_experts_fit_with_their_dynamic_memory() -> None:
+    sorting = compiled("sort_rows", ARCHS[0], tuple(cuda_moe.sort_defines(1024, 1).items()))
+    fixed = sorting.entries["sort_rows"].shared_bytes
+    assert fixed + cuda_moe.sort_bytes(1024) <= MAX_BLOCK_BYTES
+    assert cuda_moe.SHARED_BYTES <= MAX_BLOCK_BYTES  # all that a block takes: the source asserts
 
 
 @pytest.mark.parametrize("name", SOURCES)
