@@ -15,10 +15,11 @@ def linear(
     x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, add: Tensor | None = None
 ) -> Tensor:
     """As in Ops."""
-    if dtype is None or dtype == x.dtype:
+    dtype = x.dtype if dtype is None else dtype
+    if x.dtype == weight.dtype == dtype:
         product = x @ weight
-    elif x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype:
-        product = torch.mm(x, weight, out_dtype=torch.float32)
+    elif x.is_cuda and x.dtype == weight.dtype and dtype == torch.float32:
+        product = torch.mm(x, weight, out_dtype=dtype)
     else:
         product = x.to(dtype) @ weight.to(dtype)
     return product if add is None else add + product
