@@ -149,15 +149,15 @@ class LatentAttention:
         """x [T, E] -> [T, E], this rank's share; the rows' KV is written to cache [S, ..]."""
         num_heads, nope, latent_dim = self.key_up.shape
         kv_width = latent_dim + 2 * rows.turns.shape[1]
-        hidden, kv = (x @ self.down).split_with_sizes(
+        hidden, kv = self.ops.linear(x, self.down).split_with_sizes(
             [self.down.shape[1] - kv_width, kv_width], dim=-1
         )
         if self.query_up is not None and self.query_norm is not None:
-            hidden = self.ops.rms_norm(hidden, self.query_norm) @ self.query_up
+            hidden = self.ops.linear(self.ops.rms_norm(hidden, self.query_norm), self.query_up)
         query = hidden.view(x.shape[0], num_heads, -1)
         turned = self.ops.rope_cache(query, kv, cache, rows, self.latent_norm)
         heads = self._attend(query[..., :nope], turned, cache, rows.split)
-        return heads.flatten(1) @ self.output
+        return self.ops.linear(heads.flatten(1), self.output)
 
     def _attend(self, nope: Tensor, turned: Tensor, cache: Tensor, split: AttentionSplit) -> Tensor:
         """nope [T, H, N], turned [T, H, C + D] as rope_cache leaves it -> values [T, H, V], each

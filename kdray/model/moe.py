@@ -31,7 +31,8 @@ class Router(NamedTuple):
 
     Every rank routes by itself from the same input bits, so all choose alike.
 
-    weight [E, n_experts], bias [n_experts], both fp32
+    weight [E, n_experts], fp32, or bf16 where rows are: their products are exact in fp32, in which
+    they are summed. bias [n_experts] fp32
     """
 
     ops: Ops
@@ -48,11 +49,11 @@ class Router(NamedTuple):
             normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
-        return cls(ops, weight.float().T.contiguous(), bias.float(), rule)
+        return cls(ops, weight, bias.float(), rule)
 
     def route(self, x: Tensor) -> Routing:
         """x [T, E] -> the chosen experts."""
-        logits = x.float() @ self.weight
+        logits = self.ops.linear(x, self.weight, dtype=torch.float32)
         return Routing(*self.ops.route_experts(logits, self.bias, self.rule))
 
 
@@ -65,7 +66,7 @@ class DenseMLP(NamedTuple):
 
     def partial(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]: this rank's share of the output."""
-        return self.ops.swiglu(x @ self.gate_up) @ self.down
+        return self.ops.linear(self.ops.gated_linear(x, self.gate_up), self.down)
 
 
 class MoE(NamedTuple):

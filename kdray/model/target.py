@@ -15,7 +15,7 @@ from kdray.kernels.ops import Ops
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
-from kdray.model.layers import RmsNorm, linear_fp32
+from kdray.model.layers import RmsNorm
 from kdray.model.manifest import bytes_to_read, check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE
@@ -169,7 +169,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V] fp32 over the whole vocabulary, on every rank."""
-        return self.collectives.all_gather(linear_fp32(hidden, self.head))
+        return self.collectives.all_gather(self._own_logits(hidden))
 
     def dealt_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [S, V] fp32: the rows that this rank draws, rank * S on.
@@ -178,7 +178,11 @@ class TargetModel:
         """
         missing = -len(hidden) % self.shard.size
         padded = F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
-        return self.collectives.deal_rows(linear_fp32(padded, self.head))
+        return self.collectives.deal_rows(self._own_logits(padded))
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, E] -> [M, V / ranks] fp32: rounded to bf16, near-ties would be ties."""
+        return self.ops.linear(hidden, self.head.T, dtype=torch.float32)
 
 
 def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from kdray.kernels.ops import Ops
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
 from kdray.model.int4 import read_linear
-from kdray.model.layers import RmsNorm
+from kdray.model.layers import RmsNorm, laid_out
 from kdray.model.mla import LatentAttention
 from kdray.model.moe import DenseMLP, MoE, Router
 from kdray.model.parallel import Shard
@@ -72,23 +72,23 @@ class WeightReader:
         queries = _rows_of(heads, config.qk_head_dim)
         has_latent = config.q_lora_rank is not None
         first = (
-            self._linear(f"{root}.q_a_proj")
+            self._rows(f"{root}.q_a_proj")
             if has_latent
-            else self._linear(f"{root}.q_proj", rows=queries)
+            else self._rows(f"{root}.q_proj", rows=queries)
         )
         expanded = config.qk_nope_head_dim + config.v_head_dim
-        kv_up = self._linear(f"{root}.kv_b_proj", rows=_rows_of(heads, expanded))
-        key_up, value_up = torch.unflatten(kv_up, 1, (-1, expanded)).split_with_sizes(
-            [config.qk_nope_head_dim, config.v_head_dim], dim=2
+        kv_up = self._rows(f"{root}.kv_b_proj", rows=_rows_of(heads, expanded))
+        key_up, value_up = torch.unflatten(kv_up, 0, (-1, expanded)).split_with_sizes(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=1
         )
         return LatentAttention(
             ops=ops,
-            down=torch.cat([first, self._linear(f"{root}.kv_a_proj_with_mqa")], dim=1),
+            down=laid_out(torch.cat([first, self._rows(f"{root}.kv_a_proj_with_mqa")])),
             query_norm=self.norm(f"{root}.q_a_layernorm", norm_eps) if has_latent else None,
             query_up=self._linear(f"{root}.q_b_proj", rows=queries) if has_latent else None,
             latent_norm=self.norm(f"{root}.kv_a_layernorm", norm_eps),
-            key_up=key_up.permute(1, 2, 0).contiguous(),
-            value_up=value_up.transpose(0, 1).contiguous(),
+            key_up=laid_out(key_up.mT),
+            value_up=laid_out(value_up),
             output=self._linear(f"{root}.o_proj", cols=_rows_of(heads, config.v_head_dim)),
             scale=softmax_scale(config),
         )
@@ -113,7 +113,7 @@ class WeightReader:
         bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
         return MoE(
             ops=ops,
-            router=Router.of(config, weight, bias, ops),
+            router=Router.of(config, self._router(weight), bias, ops),
             gate_up=gate_up,
             down=down,
             shared=DenseMLP(
@@ -124,13 +124,24 @@ class WeightReader:
     def _dense(self, root: str, intermediate: int) -> tuple[Tensor, Tensor]:
         """gate_up and down of a SwiGLU."""
         part = self.shard.slice_of(intermediate)
-        gate, up = (self._linear(f"{root}.{name}_proj", rows=part) for name in ("gate", "up"))
-        gate_up = torch.cat([gate, up], dim=1)
+        gate, up = (self._rows(f"{root}.{name}_proj", rows=part) for name in ("gate", "up"))
+        gate_up = laid_out(torch.cat([gate, up]))
         return gate_up, self._linear(f"{root}.down_proj", cols=part)
 
+    def _router(self, weight: Tensor) -> Tensor:
+        """[E, n_experts]. On a GPU a bf16 weight stays one for rows of bf16, which loses nothing
+        and halves what is read; on a CPU fp32 saves a conversion at every call."""
+        if self.dtype == weight.dtype == torch.bfloat16 and weight.is_cuda:
+            return laid_out(weight)
+        return laid_out(weight.float())
+
     def _linear(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """[in, out]: some inputs (cols) and outputs (rows) of the checkpoint's [out, in]."""
-        return self._placed(read_linear(self.checkpoint, name, rows, cols)).T.contiguous()
+        """[in, out] of some inputs (cols) and outputs (rows)."""
+        return laid_out(self._rows(name, rows, cols))
+
+    def _rows(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """[out, in]: some outputs (rows) and inputs (cols), as the checkpoint has them."""
+        return self._placed(read_linear(self.checkpoint, name, rows, cols))
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
