@@ -61,9 +61,16 @@ def read_linear(
     """The weight of linear `name`, or some outputs (rows) and inputs (cols) of it, dequantised."""
     if f"{name}.weight_packed" not in checkpoint:
         return checkpoint.tensor(f"{name}.weight", rows, cols)
+    return dequantize(read_packed(checkpoint, name, rows, cols))
+
+
+def read_packed(
+    checkpoint: Checkpoint, name: str, rows: slice | None = None, cols: slice | None = None
+) -> PackedWeight:
+    """The packed weight of linear `name`, or some outputs (rows) and inputs (cols) of it."""
     packed = checkpoint.tensor(f"{name}.weight_packed", rows, _coarsen(cols, PER_WORD, name))
     scale = checkpoint.tensor(f"{name}.weight_scale", rows, _coarsen(cols, INT4_GROUP, name))
-    return dequantize(PackedWeight(packed, scale))
+    return PackedWeight(packed, scale)
 
 
 def _coarsen(cols: slice | None, unit: int, name: str) -> slice | None:

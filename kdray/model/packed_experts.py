@@ -1,0 +1,52 @@
+"""A layer's routed experts kept as the INT4 they are stored as, in the layout of their kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from kdray.kernels.moe_layout import Int4, PackedExperts, pack, woven
+from kdray.model.checkpoint import Checkpoint
+from kdray.model.config import ModelConfig
+from kdray.model.int4 import read_packed, unpack
+from kdray.model.parallel import Shard
+
+AT_A_TIME = 16  # experts packed by one run of small kernels, which bounds what lies about
+
+
+def read_experts(
+    checkpoint: Checkpoint, config: ModelConfig, shard: Shard, root: str, device: torch.device
+) -> PackedExperts:
+    """This rank's part of the experts under `root`, all of them stored packed."""
+    part = shard.slice_of(config.moe_intermediate_size)
+    packed = PackedExperts.empty(
+        config.n_routed_experts, config.hidden_size, part.stop - part.start, device
+    )
+    for first in range(0, config.n_routed_experts, AT_A_TIME):
+        some = range(first, min(first + AT_A_TIME, config.n_routed_experts))
+        names = [f"{root}.experts.{expert}" for expert in some]
+        gate, up = (
+            _stacked(checkpoint, [f"{name}.{which}_proj" for name in names], rows=part)
+            for which in ("gate", "up")
+        )
+        down = _stacked(checkpoint, [f"{name}.down_proj" for name in names], cols=part)
+        packed.gate_up[some.start : some.stop] = pack(woven(gate, up))
+        packed.down[some.start : some.stop] = pack(down)
+    return packed
+
+
+def are_packed(checkpoint: Checkpoint, config: ModelConfig, root: str) -> bool:
+    """Whether every expert is stored as INT4."""
+    return all(
+        f"{root}.experts.{expert}.{name}_proj.weight_packed" in checkpoint
+        for expert in range(config.n_routed_experts)
+        for name in ("gate", "up", "down")
+    )
+
+
+def _stacked(
+    checkpoint: Checkpoint, names: list[str], rows: slice | None = None, cols: slice | None = None
+) -> Int4:
+    """[n, out, in] of n linears; scales of another dtype than bf16 are rounded to it."""
+    parts = [read_packed(checkpoint, name, rows, cols) for name in names]
+    packed, scale = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    return Int4(unpack(packed), scale.to(torch.bfloat16))
