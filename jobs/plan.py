@@ -34,6 +34,7 @@ from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.manifest import check_shard
 from kdray.model.parallel import Shard
+from kdray.model.weight_bytes import target_bytes
 from kdray.model.weights import experts_stay_packed
 
 GPU = torch.device("cuda")
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plans = planned.plans(card)
         for plan in plans:
             print(plan.text(), end="\n\n")
-        print(summary(plans))
+        print(summary(planned, plans))
         if arguments.json:
             print(json.dumps({"plans": [as_json(plan) for plan in plans]}))
         refusal(planned, card, plans)
@@ -85,12 +86,15 @@ def plan_for(config: EngineConfig) -> Planned:
     )
 
 
-def summary(plans: Sequence[MemoryPlan]) -> str:
+def summary(planned: Planned, plans: Sequence[MemoryPlan]) -> str:
     """The figures that count, on one line."""
     first, tokens = plans[0], min(plan.pages * plan.page_size for plan in plans)
+    wide = target_bytes(
+        planned.model, first.ranks, planned.dtype, packed=planned.packed
+    )  # as public figures count
     return (
         f"{first.ranks} x {first.card.name}: {first.weights / GIB:.1f} GiB of the target's weights "
-        f"a GPU, room for {tokens:,} tokens of KV"
+        f"a GPU ({wide.total / GIB:.1f} GiB with routers in fp32), room for {tokens:,} tokens of KV"
     )
 
 

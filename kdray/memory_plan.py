@@ -169,13 +169,17 @@ class Planned:
 
     def _weights(self, drafter: DFlashConfig | None) -> list[Item]:
         ranks = self.config.tp
-        target = target_bytes(self.model, ranks, self.dtype, packed=self.packed)
+        router = torch.bfloat16 if self.on_gpu and self.dtype == torch.bfloat16 else torch.float32
+        target = target_bytes(
+            self.model, ranks, self.dtype, packed=self.packed, router_dtype=router
+        )
         form = "INT4 with bf16 scales" if self.packed else _name(self.dtype)
         items = [
             Item(WEIGHTS, target.total),
             Item(f"routed experts, {form}", target.experts, is_part=True),
             Item(f"split over {ranks} ranks, {_name(self.dtype)}", target.split, is_part=True),
-            Item("whole on every rank; the router in fp32", target.whole, is_part=True),
+            Item(f"whole on every rank, {_name(self.dtype)}", target.whole, is_part=True),
+            Item(f"routers, {_name(router)}", target.routers, is_part=True),
         ]
         if drafter is not None:
             items.append(Item("drafter's weights", drafter_bytes(drafter, self.dtype)))

@@ -10,45 +10,50 @@ import torch
 from kdray.model.config import INT4_GROUP, ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import weight_shapes
-from kdray.model.manifest import Needed, needed_tensors
+from kdray.model.manifest import needed_tensors
 
 INT4_BYTES = 1 / 2 + 2 / INT4_GROUP  # of a weight: its half byte, and its part of a bf16 scale
-ROUTER_BYTES = 4  # the router computes in fp32
+FP32_BYTES = 4
 
 
 class TargetBytes(NamedTuple):
     """One rank's weights: its part of the routed experts, of what else is split, and what every
-    rank holds whole."""
+    rank holds whole, routers apart."""
 
     experts: int
     split: int
     whole: int
+    routers: int
 
     @property
     def total(self) -> int:
-        return self.experts + self.split + self.whole
+        return sum(self)
 
 
 def target_bytes(
-    config: ModelConfig, ranks: int, dtype: torch.dtype, *, packed: bool
+    config: ModelConfig,
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    router_dtype: torch.dtype = torch.float32,
 ) -> TargetBytes:
     """packed: routed experts stay INT4, as they are stored; else they become `dtype`."""
-    experts, split, whole = 0.0, 0.0, 0.0
+    experts, split, whole, routers = 0.0, 0.0, 0.0, 0.0
     for needed in needed_tensors(config):
-        size = math.prod(needed.shape) * _bytes_a_weight(needed, dtype, packed)
-        if needed.is_expert:
+        size = math.prod(needed.shape) * dtype.itemsize
+        if ".mlp.gate." in needed.name:
+            is_bias = len(needed.shape) == 1
+            routers += math.prod(needed.shape) * (FP32_BYTES if is_bias else router_dtype.itemsize)
+        elif needed.is_expert and packed:
+            experts += math.prod(needed.shape) * INT4_BYTES / ranks
+        elif needed.is_expert:
             experts += size / ranks
         elif needed.splits_inputs or needed.splits_outputs:
             split += size / ranks
         else:
             whole += size
-    return TargetBytes(round(experts), round(split), round(whole))
-
-
-def _bytes_a_weight(needed: Needed, dtype: torch.dtype, packed: bool) -> float:
-    if needed.is_expert and packed:
-        return INT4_BYTES
-    return ROUTER_BYTES if ".mlp.gate." in needed.name else dtype.itemsize
+    return TargetBytes(round(experts), round(split), round(whole), round(routers))
 
 
 def drafter_bytes(config: DFlashConfig, dtype: torch.dtype) -> int:
