@@ -142,8 +142,13 @@ def sort_bytes(num_experts: int) -> int:
 
 @cache
 def moe_defines(width: int, inner: int, top_k: int, column_tiles: int) -> dict[str, str | int]:
-    sizes = {"WIDTH": width, "INNER": inner, "TOP_K": top_k, "COLUMN_TILES": column_tiles}
-    return sizes | {"SHARED_BYTES": SHARED_BYTES}
+    return {
+        "WIDTH": width,
+        "INNER": inner,
+        "TOP_K": top_k,
+        "COLUMN_TILES": column_tiles,
+        "SHARED_BYTES": SHARED_BYTES,
+    }
 
 
 def takes(

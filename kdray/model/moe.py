@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.moe_layout import PackedExperts
 from kdray.kernels.ops import Ops, RoutingRule
 from kdray.model.config import ModelConfig
 
@@ -159,6 +160,20 @@ class MoE(NamedTuple):
         outputs = torch.bmm(self.ops.swiglu(inner), self.down)
         row = torch.arange(len(x), device=x.device)[:, None]
         return outputs[expert, row]
+
+
+class PackedMoE(NamedTuple):
+    """The same layer, its experts' weights INT4 as moe_w4a16 reads them: a quarter of the bytes."""
+
+    ops: Ops
+    router: Router
+    experts: PackedExperts
+    shared: DenseMLP
+
+    def partial(self, x: Tensor) -> Tensor:
+        """As MoE.partial; a weight is q * scale, where MoE has that rounded to its dtype."""
+        routing = self.router.route(x)
+        return self.ops.moe_w4a16(x, *routing, self.experts, self.shared.partial(x))
 
 
 def has_grouped_product(x: Tensor, down: Tensor) -> bool:

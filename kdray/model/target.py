@@ -18,7 +18,7 @@ from kdray.model.config import ModelConfig
 from kdray.model.layers import RmsNorm
 from kdray.model.manifest import bytes_to_read, check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
-from kdray.model.moe import DenseMLP, MoE
+from kdray.model.moe import DenseMLP, MoE, PackedMoE
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.model.placed import PlacedCheckpoint
 from kdray.model.progress import LoadProgress
@@ -36,7 +36,7 @@ class Layer:
     attention_norm: RmsNorm
     attention: LatentAttention
     mlp_norm: RmsNorm
-    mlp: DenseMLP | MoE
+    mlp: DenseMLP | MoE | PackedMoE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,7 +17,8 @@ from kdray.model.config import ModelConfig
 from kdray.model.int4 import read_linear
 from kdray.model.layers import RmsNorm, laid_out
 from kdray.model.mla import LatentAttention
-from kdray.model.moe import DenseMLP, MoE, Router
+from kdray.model.moe import DenseMLP, MoE, PackedMoE, Router
+from kdray.model.packed_experts import are_packed, read_experts
 from kdray.model.parallel import Shard
 from kdray.model.rope import softmax_scale
 
@@ -93,13 +94,27 @@ class WeightReader:
             scale=softmax_scale(config),
         )
 
-    def mlp(self, layer: int, ops: Ops) -> DenseMLP | MoE:
+    def mlp(self, layer: int, ops: Ops) -> DenseMLP | MoE | PackedMoE:
         root = f"model.layers.{layer}.mlp"
         if self.config.is_moe(layer):
             return self._moe(root, ops)
         return DenseMLP(ops, *self._dense(root, self.config.intermediate_size))
 
-    def _moe(self, root: str, ops: Ops) -> MoE:
+    def _moe(self, root: str, ops: Ops) -> MoE | PackedMoE:
+        config = self.config
+        weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
+        bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
+        router = Router.of(config, self._router(weight), bias, ops)
+        inner = config.moe_intermediate_size * config.n_shared_experts
+        shared = DenseMLP(ops, *self._dense(f"{root}.shared_experts", inner))
+        stay_packed = experts_stay_packed(config, self.dtype, self.device)
+        if stay_packed and are_packed(self.checkpoint, config, root):
+            experts = read_experts(self.checkpoint, config, self.shard, root, self.device)
+            return PackedMoE(ops, router, experts, shared)
+        return MoE(ops, router, *self._experts(f"{root}.experts"), shared)
+
+    def _experts(self, root: str) -> tuple[Tensor, Tensor]:
+        """gate_up and down of all experts."""
         config, inter = self.config, self.config.moe_intermediate_size
         shape = (config.n_routed_experts, config.hidden_size, 2 * inter // self.shard.size)
         # Filled in place: a list of all experts and their stack would need the memory twice.
@@ -108,18 +123,8 @@ class WeightReader:
             (shape[0], shape[2] // 2, shape[1]), dtype=self.dtype, device=self.device
         )
         for x in range(config.n_routed_experts):
-            gate_up[x], down[x] = self._dense(f"{root}.experts.{x}", inter)
-        weight = self.checkpoint.tensor(f"{root}.gate.weight").to(self.device)
-        bias = self.checkpoint.tensor(f"{root}.gate.e_score_correction_bias").to(self.device)
-        return MoE(
-            ops=ops,
-            router=Router.of(config, self._router(weight), bias, ops),
-            gate_up=gate_up,
-            down=down,
-            shared=DenseMLP(
-                ops, *self._dense(f"{root}.shared_experts", inter * config.n_shared_experts)
-            ),
-        )
+            gate_up[x], down[x] = self._dense(f"{root}.{x}", inter)
+        return gate_up, down
 
     def _dense(self, root: str, intermediate: int) -> tuple[Tensor, Tensor]:
         """gate_up and down of a SwiGLU."""
