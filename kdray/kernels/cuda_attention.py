@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
+from kdray.kernels import latent_rows
 from kdray.kernels.attention_table import AttentionPlan, plan_for
 from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
@@ -215,7 +216,8 @@ class CudaAttention:
         schedule: AttentionSchedule,
         scale: float,
     ) -> None:
-        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype.
+        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype; for bfloat16 the
+        cache may have rows in fp8.
 
         schedule: of these rows, for as many heads and this dtype. May be captured.
         """
@@ -225,8 +227,9 @@ class CudaAttention:
         if requests == 0 or query.shape[0] == 0:
             return
         shape, rope_dim = SHAPES[query.dtype], query.shape[2] - latent_dim
+        fp8 = latent_rows.is_fp8(cache)
         work = self._workspace(query.dtype, latent_dim, schedule.blocks)
-        self._kernel(query.dtype, latent_dim, rope_dim).launch(
+        self._kernel(query.dtype, latent_dim, rope_dim, fp8).launch(
             schedule.blocks,
             shape.threads,
             (
@@ -237,7 +240,7 @@ class CudaAttention:
                 *(rows.mask.shape[1], rows.mask.shape[2]),
                 np.float32(scale * LOG2_E),
             ),
-            shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim),
+            shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim, fp8),
             cooperative=True,
         )
 
@@ -256,8 +259,8 @@ class CudaAttention:
             return AttentionRows.of_device(batch)
         return AttentionRows.of(batch, self._loader.device)
 
-    def _kernel(self, dtype: torch.dtype, latent_dim: int, rope_dim: int) -> Kernel:
-        wished = defines(latent_dim, rope_dim) | self._variant
+    def _kernel(self, dtype: torch.dtype, latent_dim: int, rope_dim: int, fp8: bool) -> Kernel:
+        wished = defines(latent_dim, rope_dim, fp8) | self._variant
         return self._loader.get("verify_attention", SHAPES[dtype].entry, wished)
 
     def _workspace(self, dtype: torch.dtype, latent_dim: int, blocks: int) -> _Workspace:
@@ -293,26 +296,30 @@ class _Workspace:
         )
 
 
-def defines(latent_dim: int, rope_dim: int) -> dict[str, str | int]:
+def defines(latent_dim: int, rope_dim: int, fp8: bool = False) -> dict[str, str | int]:
     """What verify_attention.cu is compiled with."""
-    return {
+    found: dict[str, str | int] = {
         "LATENT": latent_dim,
         "ROPE": rope_dim,
-        "SHARED_BYTES": shared_bytes(torch.bfloat16, latent_dim, rope_dim),
+        "SHARED_BYTES": shared_bytes(torch.bfloat16, latent_dim, rope_dim, fp8),
         "SHARED_BYTES_FP32": shared_bytes(torch.float32, latent_dim, rope_dim),
     }
+    return found | ({"KV_FP8": 1} if fp8 else {})
 
 
-def shared_bytes(dtype: torch.dtype, latent_dim: int, rope_dim: int) -> int:
+def shared_bytes(dtype: torch.dtype, latent_dim: int, rope_dim: int, fp8: bool = False) -> int:
     """Dynamic shared memory of a block: the ring and the queries are what depends on the sizes."""
     if dtype == torch.float32:
         width = latent_dim + rope_dim
         scratch = 16 * (256 + 8 * MAX_BLOCKS // 2)
         return _rounded(4 * 8 * width + max(4 * 32 * (width + 4), scratch) + 512, 128)
     steps = (latent_dim + rope_dim) // 16
-    slots = 3 if latent_dim + rope_dim > 320 else 6
-    ring = max(slots * 16 * (2 * (latent_dim + rope_dim) + 16), 40 * 1024)
-    of_3, of_2 = (32 * (max(0, steps - kept) // 2 * 2) + 16 for kept in (12, 26))
+    slots = 6 if latent_dim + rope_dim <= 320 else 5 if fp8 else 3
+    between = 2 * (latent_dim + rope_dim) + 16
+    if fp8:
+        between = latent_rows.row_bytes(latent_dim, rope_dim)
+    ring = max(slots * 16 * between, 40 * 1024)
+    of_3, of_2 = (32 * (max(0, steps - kept) // 2 * 2) + 16 for kept in (10 if fp8 else 12, 26))
     return _rounded(ring + 24 * of_3 + 3 * 16 * of_2 + 2 * 80 * 16 * 2 + 2560, 128)
 
 
@@ -320,13 +327,19 @@ def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool
     """Whether the kernel serves these; what it does not, the reference does."""
     rope_dim = query.shape[-1] - latent_dim
     fits = latent_dim % 64 == 0 and rope_dim > 0 and rope_dim % 16 == 0
-    if query.dtype not in SHAPES or cache.dtype != query.dtype or not fits:
+    fp8 = latent_rows.is_fp8(cache)
+    if fp8:
+        bytes_kept = latent_rows.row_bytes(latent_dim, rope_dim)
+        fits = fits and query.dtype == torch.bfloat16 and cache.shape[1] == bytes_kept
+    elif cache.dtype != query.dtype:
+        return False
+    if query.dtype not in SHAPES or not fits:
         return False
     aligned = cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.itemsize % 16 == 0
     strides = (query.data_ptr() // 2, query.stride(0), query.stride(1))
     aligned = aligned and (query.dtype == torch.float32 or not any(n % 2 for n in strides))
     whole = query.stride(-1) == 1 and cache.stride(-1) == 1
-    small = shared_bytes(query.dtype, latent_dim, rope_dim) <= MAX_BLOCK_BYTES
+    small = shared_bytes(query.dtype, latent_dim, rope_dim, fp8) <= MAX_BLOCK_BYTES
     return aligned and whole and small and page_size & (page_size - 1) == 0
 
 

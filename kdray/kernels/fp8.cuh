@@ -5,7 +5,6 @@
 #include "common.cuh"
 
 constexpr float LARGEST_E4M3 = 448.0f;
-constexpr float LARGEST_HALF = 65504.0f;
 
 // Bytes of a cache row in fp8: latents of a byte, keys of two, a scale; an odd number of chunks.
 __host__ __device__ constexpr int fp8_row_bytes(int latent, int rope) {
@@ -36,10 +35,10 @@ __device__ __forceinline__ u32 half_pair_of_e4m3_high(u32 pair) {
         : "r"(pair));
     return halves;
 }
-// Two floats; what is too large becomes infinite.
+// Two floats in float16, the first in the low half; what is too large becomes the largest, 65504.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
     u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 // Bytes 0, 2 in the low half, 1, 3 in the high one.

@@ -10,8 +10,8 @@
 // part_value  [2 G, rows, C] float32, part_norm [2 G, rows, 2] float32, ticket [G] int32, zero
 //             before the first launch: workspace for G blocks; rows is 72, or 8 in float32
 // piece, start  what plan_attention gives for G blocks
-// query       [T, H, C + D], strides between rows and heads given; cache [S, C + D], rows from
-//             16-byte boundaries on
+// query       [T, H, C + D], strides between rows and heads given; cache [S, C + D], or with KV_FP8
+//             rows in fp8 (latent_rows.py) as uint8 [S, bytes]; rows from 16-byte boundaries on
 // row_start   [R + 1] int32, num_cached, num_known, num_nodes [R] int32: request r has rows
 //             row_start[r] .., num_known[r] + num_nodes[r] - 1 of them real, none with num_known 0
 // page_table  [R, pages] int32; mask [R, nodes, words] int32
@@ -30,6 +30,11 @@
 // Precision: bf16 weights are rounded to bf16 before they meet the values, as their sum is; the
 // result within 2^-7 of float64 in relative terms (norm of the difference over the norm), float32
 // within 1e-5.
+// With KV_FP8 latents meet queries and weights in float16, in which they and the queries' bf16 are
+// exact: queries between 2^-14 and 65504 (beyond that they count as the largest, below to 2^-25
+// absolutely). A weight is multiplied by its key's scale and 256 first, which up to a scale of 1
+// (a latent of 448) no float16 is too small for; products beyond 65504 count as that. The result is
+// within 2^-7 of float64 over what the rows stand for.
 // Oracle: kernels/reference_attention.py and float64 (tests/gpu/test_verify_attention.py).
 
 #include "verify_attention_fp32.cuh"
@@ -49,8 +54,7 @@ struct TensorLayout {
     __device__ static void write(u16* out, const Piece& piece, int unit, int heads, float4 x) {
         const int eight = unit / UNITS * EIGHT;
         const i64 packed = (i64)piece.first_row * heads + piece.first + eight;
-        write_fragment(out + packed * LATENT + 16 * (unit % UNITS), piece.rows - eight,
-                                  x);
+        write_fragment(out + packed * LATENT + 16 * (unit % UNITS), piece.rows - eight, x);
     }
 };
 
@@ -81,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
                           2 * query_row_stride,
                           2 * query_head_stride,
                           cache,
-                          2 * cache_row_stride,
+                          (KV_FP8 ? 1 : 2) * cache_row_stride,
                           page_table,
                           pages,
                           page_shift,

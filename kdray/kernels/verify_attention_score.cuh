@@ -1,12 +1,18 @@
 // A score warp: scores and weights of up to three eights of rows, eight `warp`, `warp` + 4, .. of
 // the tile. Scores are keys by rows (M by N): A fragments are keys, B fragments queries, and lane
 // 4 g + t gets keys g and g + 8 of rows 2t and 2t + 1. No other warp has a part in a row's weights.
+//
+// Of keys in fp8 a matrix load brings the lane latents 4t .. 4t + 3 of 16: two pairs, which are those
+// of columns 2t and 2t + 8 of a product. So products take latents in this order, and queries too.
 #pragma once
 
 #include "verify_attention_shared.cuh"
 
 // Weights may exceed 1 by this many powers of two before they are made relative to a new maximum.
 constexpr float SLACK = 8.0f;
+
+// Scales of latents of which a weight times this and its key's scale fits float16.
+constexpr float WEIGHT_UNIT = KV_FP8 ? 256.0f : 1.0f;
 
 // Until the weights of two steps before are done with.
 __device__ __forceinline__ void wait_for_room(Shared& s, u32 step) {
@@ -23,6 +29,7 @@ struct ScoreWarp {
     u32 query[KEPT][MINE][2];
     float most[MINE][2];  // of rows 2t and 2t + 1: what weights are relative to
     float sum[MINE][2];   // of the lane's keys' weights
+    float key_scale[2];   // of the step's keys g and g + 8, in fp8
 
     __device__ ScoreWarp(Shared& shared, const Attention& attention)
         : s(shared),
@@ -71,19 +78,124 @@ struct ScoreWarp {
                 copy_async(to + 16 * chunk, row + 32 * KEPT + 16 * (chunk + t), true);
 #pragma unroll
             for (int n = 0; n < KEPT; ++n) {
-                query[n][j][0] = *(const u32*)(row + 32 * n + 4 * t);
-                query[n][j][1] = *(const u32*)(row + 32 * n + 16 + 4 * t);
+                const bool halves = KV_FP8 && n < LATENT_STEPS;  // 4t .. 4t + 3 of the step
+                query[n][j][0] = *(const u32*)(row + 32 * n + (halves ? 8 : 4) * t);
+                query[n][j][1] = *(const u32*)(row + 32 * n + (halves ? 4 + 8 * t : 16 + 4 * t));
             }
         }
         wait_for_copies();
         __syncwarp();
+#if KV_FP8
+        make_halves();
+#endif
     }
+#if KV_FP8
+    // Queries of latents in float16 and, where they are stored, in the order of their products.
+    __device__ void make_halves() {
+        constexpr int TURNED = max_of(0, LATENT_STEPS - KEPT);
+#pragma unroll
+        for (int n = 0; n < KEPT && n < LATENT_STEPS; ++n)
+#pragma unroll
+            for (int j = 0; j < MINE; ++j)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) query[n][j][k] = half_query(query[n][j][k]);
+        unsigned char* row = s.query + (warp == 0 ? 0 : STORED_3 + (warp - 1) * STORED_2) +
+                             lane / 4 * stored_stride(MINE);
+#pragma unroll 2
+        for (int n = 0; n < TURNED; ++n, row += 32) {
+            uint2 four[MINE];
+#pragma unroll
+            for (int j = 0; j < MINE; ++j)
+                four[j] = ((const uint2*)(row + j * EIGHT * stored_stride(MINE)))[lane % 4];
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < MINE; ++j) {
+                u32* const to = (u32*)(row + j * EIGHT * stored_stride(MINE)) + lane % 4;
+                to[0] = half_query(four[j].x);
+                to[4] = half_query(four[j].y);
+            }
+        }
+        __syncwarp();
+    }
+    __device__ static u32 half_query(u32 pair) {
+        return half_pair(bf16_low(pair), bf16_high(pair));
+    }
+#endif
     __device__ SharedAddress stored() const {
         return shared_address(s.query) + (warp == 0 ? 0 : STORED_3 + (warp - 1) * STORED_2);
     }
 
     // What the next step needs is asked for before the products of the present one. Steps have
     // CHAINS sums in turn, so that as many products of an eight are under way.
+#if KV_FP8
+    __device__ void multiply(float (&score)[MINE][4], SharedAddress slot) {
+        constexpr int CHAINS = MINE == 1 ? 4 : 2, LOADS = LATENT / 32, KEY_LOADS = ROPE / 16;
+        const SharedAddress from = slot + lane % STEP * STRIDE + lane / STEP * 16;
+        float sums[CHAINS][MINE][4] = {};
+        u32 key[2][4], q[MINE][4];
+        load_matrices(key[0], from);
+#pragma unroll
+        for (int n = 0; n < LOADS + KEY_LOADS; ++n) {
+            if (n + 1 < LOADS + KEY_LOADS) load_matrices(key[(n + 1) % 2], from + 32 * (n + 1));
+            const u32(&k)[4] = key[n % 2];
+            if (n < LOADS) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const u32 low = k[2 * half], high = k[2 * half + 1];
+                    const u32 a0 = half_pair_of_e4m3(low), a1 = half_pair_of_e4m3(high);
+                    const u32 a2 = half_pair_of_e4m3_high(low), a3 = half_pair_of_e4m3_high(high);
+                    const int step = 2 * n + half;
+                    ask_query(q, step);
+#pragma unroll
+                    for (int j = 0; j < MINE; ++j)
+                        multiply_add_half(sums[step % CHAINS][j], a0, a1, a2, a3,
+                                          query_at(q, step, j, 0), query_at(q, step, j, 1));
+                }
+            } else {
+                const int step = LATENT_STEPS + n - LOADS;
+                if (n == LOADS) scale_latents<CHAINS>(sums, slot);
+                ask_query(q, step);
+#pragma unroll
+                for (int j = 0; j < MINE; ++j)
+                    multiply_add(sums[step % CHAINS][j], k[0], k[1], k[2], k[3],
+                                 query_at(q, step, j, 0), query_at(q, step, j, 1));
+            }
+        }
+        add_up<CHAINS>(score, sums);
+    }
+    // Queries of a step and the next, where they are not kept.
+    __device__ void ask_query(u32 (&q)[MINE][4], int step) const {
+        const int at = step - KEPT;
+        if (at < 0 || at % 2 != 0) return;
+        const SharedAddress from =
+            stored() + lane % EIGHT * stored_stride(MINE) + lane / EIGHT * 16;
+#pragma unroll
+        for (int j = 0; j < MINE; ++j)
+            load_matrices(q[j], from + j * EIGHT * stored_stride(MINE) + 32 * at);
+    }
+    __device__ u32 query_at(const u32 (&q)[MINE][4], int step, int j, int half) const {
+        const int at = step - KEPT;
+        return at < 0 ? query[step][j][half] : q[j][at % 2 * 2 + half];
+    }
+    // The sums so far are of latents: in their keys' units.
+    template <int CHAINS>
+    __device__ void scale_latents(float (&sums)[CHAINS][MINE][4], SharedAddress slot) {
+        const unsigned char* const first =
+            s.ring + (slot - shared_address(s.ring)) + lane / 4 * STRIDE + SCALE_PLACE;
+        key_scale[0] = *(const float*)first;
+        key_scale[1] = *(const float*)(first + EIGHT * STRIDE);
+        float sum[MINE][4];
+        add_up<CHAINS>(sum, sums);
+#pragma unroll
+        for (int j = 0; j < MINE; ++j)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                sums[0][j][k] = sum[j][k] * key_scale[k / 2];
+#pragma unroll
+                for (int chain = 1; chain < CHAINS; ++chain) sums[chain][j][k] = 0;
+            }
+    }
+#else
     __device__ void multiply(float (&score)[MINE][4], SharedAddress slot) const {
         constexpr int CHAINS = MINE == 1 ? 4 : 2;
         const SharedAddress from = slot + lane % STEP * STRIDE + lane / STEP * 16;
@@ -108,6 +220,11 @@ struct ScoreWarp {
                 multiply_add(sums[n % CHAINS][j], k[0], k[1], k[2], k[3], low, high);
             }
         }
+        add_up<CHAINS>(score, sums);
+    }
+#endif
+    template <int CHAINS>
+    __device__ static void add_up(float (&score)[MINE][4], const float (&sums)[CHAINS][MINE][4]) {
 #pragma unroll
         for (int j = 0; j < MINE; ++j)
 #pragma unroll
@@ -174,13 +291,28 @@ struct ScoreWarp {
     }
 
     __device__ void keep_weights(const float (&above)[4], int j, u32 turn) {
+#if KV_FP8
+        const float weight[4] = {exp2_fast(above[0]), exp2_fast(above[1]), exp2_fast(above[2]),
+                                 exp2_fast(above[3])};
+        const float unit[2] = {WEIGHT_UNIT * key_scale[0], WEIGHT_UNIT * key_scale[1]};
+        u32 pair[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            pair[k] = half_pair(weight[2 * k] * unit[k], weight[2 * k + 1] * unit[k]);
+#else
         const u32 pair[2] = {bf16_pair(exp2_fast(above[0]), exp2_fast(above[1])),
                              bf16_pair(exp2_fast(above[2]), exp2_fast(above[3]))};
+#endif
         store_matrices_transposed(shared_address(s.weights[turn][EIGHT * eight(j)]) +
                                       weight_place(lane % 8, lane / 8 % 2),
                                   pair[0], pair[1]);
+#if KV_FP8
+        sum[j][0] += weight[0] + weight[2];
+        sum[j][1] += weight[1] + weight[3];
+#else
         sum[j][0] += bf16_low(pair[0]) + bf16_low(pair[1]);
         sum[j][1] += bf16_high(pair[0]) + bf16_high(pair[1]);
+#endif
     }
 
     __device__ void post_norms() {
@@ -194,6 +326,7 @@ struct ScoreWarp {
                 for (int by = 4; by < WARP; by *= 2)
                     all += __shfl_xor_sync(ALL_LANES, all, by);
                 const u32 row = EIGHT * eight(j) + lane % 4 * 2 + e;
+                all *= WEIGHT_UNIT;
                 if (lane >= 4) continue;
                 s.norm[row] = {most[j][e], all};
                 if (!s.piece.whole()) part[row] = {most[j][e], all};

@@ -1,6 +1,7 @@
 // What a block of verify_attention keeps in shared memory, and what a launch is given.
 #pragma once
 
+#include "fp8.cuh"
 #include "verify_attention_batch.cuh"
 
 #ifndef LATENT  // C
@@ -10,13 +11,17 @@
 #define ROPE 64
 #endif
 
+#ifndef KV_FP8  // whether the cache has rows in fp8 (latent_rows.py)
+#define KV_FP8 0
+#endif
+
 constexpr int SCORE_WARPS = 4;
 constexpr int VALUE_WARPS = 8;
 constexpr int ALL_WARPS = SCORE_WARPS + VALUE_WARPS;
 constexpr int BLOCK = ALL_WARPS * WARP;
 
 #ifndef KEPT_OF_3
-#define KEPT_OF_3 12
+#define KEPT_OF_3 (KV_FP8 ? 10 : 12)
 #endif
 #ifndef KEPT_OF_2
 #define KEPT_OF_2 26
@@ -32,11 +37,14 @@ constexpr int TILE_EIGHTS = 9;
 #endif
 constexpr int TILE_ROWS = 72;  // of a part in the workspace
 constexpr int STEP = 16;                             // keys: the k of a product with values
-constexpr int SLOTS = LATENT + ROPE > 320 ? 3 : 6;
-constexpr int ROW_BYTES = 2 * (LATENT + ROPE);
-constexpr int STRIDE = ROW_BYTES + 16;
+constexpr int SLOTS = LATENT + ROPE <= 320 ? 6 : KV_FP8 ? 5 : 3;
+constexpr int ROW_BYTES = KV_FP8 ? fp8_row_bytes(LATENT, ROPE) : 2 * (LATENT + ROPE);
+constexpr int STRIDE = KV_FP8 ? ROW_BYTES : ROW_BYTES + 16;
+constexpr int KEY_PLACE = KV_FP8 ? LATENT : 2 * LATENT;  // byte of a row where its rotated key is
+constexpr int SCALE_PLACE = LATENT + 2 * ROPE;           // and, in fp8, its latents' scale
 constexpr int SLOT_BYTES = STEP * STRIDE;
-constexpr int QUERY_STEPS = (LATENT + ROPE) / 16;    // products that make a score
+constexpr int LATENT_STEPS = LATENT / 16;
+constexpr int QUERY_STEPS = LATENT_STEPS + ROPE / 16;  // products that make a score
 // A score warp keeps queries in registers as far as there are any, those of the last steps in shared
 // memory, two steps to a matrix load. The first warp may have three eights of the nine, the others
 // two.
@@ -52,13 +60,15 @@ constexpr int STORED_3 = 3 * EIGHT * stored_stride(3);
 constexpr int STORED_2 = 2 * EIGHT * stored_stride(2);
 constexpr int MERGE_BYTES = 40 * 1024;  // what a merge needs at most, where the ring was
 constexpr int VALUE_STEPS = LATENT / 16;
-constexpr int VALUE_TILES = (VALUE_STEPS + VALUE_WARPS - 1) / VALUE_WARPS;  // of 16 dimensions
+constexpr int TILES_BESIDE = KV_FP8 ? 2 : 1;  // that come from the same bytes
+constexpr int VALUE_TILES =  // of 16 dimensions, of a warp
+    (VALUE_STEPS / TILES_BESIDE + VALUE_WARPS - 1) / VALUE_WARPS * TILES_BESIDE;
 static_assert(LATENT % 64 == 0 && ROPE % 16 == 0, "dimensions in steps of 16");
 
 struct alignas(128) Shared {
     unsigned char ring[max_of(SLOTS * SLOT_BYTES, MERGE_BYTES)];
     unsigned char query[STORED_3 + (SCORE_WARPS - 1) * STORED_2];  // by score warps: their rows
-    u16 weights[2][TILE_ROWS + EIGHT][STEP];  // by turns, bf16, halves exchanged
+    u16 weights[2][TILE_ROWS + EIGHT][STEP];  // by turns, bf16 or f16, halves exchanged
     float rescale[2][TILE_ROWS];              // by turns
     alignas(16) u32 raised[2][SCORE_WARPS];       // by turns and score warps: the last step that raised a maximum
     float2 norm[TILE_ROWS];  // of a finished piece: the maximum, and the sum of the weights
@@ -90,7 +100,7 @@ struct Attention {
     const unsigned char* query;  // [T, H, LATENT + ROPE]
     i64 query_row_bytes;
     i64 query_head_bytes;
-    const unsigned char* cache;  // [S, LATENT + ROPE]
+    const unsigned char* cache;  // [S, ROW_BYTES]
     i64 cache_row_bytes;
     const int* page_table;  // [R, batch_pages]
     int batch_pages;

@@ -2,10 +2,24 @@
 // of the tile; in its turn it brings the keys of a step. Results are dimensions by rows (M by N): A
 // fragments are values, B fragments weights, and lane 4 g + t has dimensions g and g + 8 of rows 2t
 // and 2t + 1.
+//
+// Of keys in fp8 a matrix load brings pairs of neighbouring dimensions of 32: the even ones make a
+// tile and the odd ones another, so tiles come in pairs. A fragment that is written has the numbers
+// of both that are neighbours: dimensions 2g and 2g + 1 of rows 2t and 2t + 1.
 #pragma once
 
 #include "verify_attention_ring.cuh"
 
+#if KV_FP8
+// 16 dimensions of the first `rows` of eight rows, of fragments with neighbours.
+__device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
+    const u32 lane = fresh_thread() % WARP;
+    const int row = lane % 4 * 2;
+    u32* const to = (u32*)(out + row * LATENT) + lane / 4;
+    if (row < rows) to[0] = bf16_pair(x.x, x.z);
+    if (row + 1 < rows) to[LATENT / 2] = bf16_pair(x.y, x.w);
+}
+#else
 // 16 dimensions of the first `rows` of eight rows. Lanes whose dimensions are neighbours
 // exchange, so that each writes pairs: one row's the one, the next row's the other.
 __device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
@@ -18,6 +32,7 @@ __device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
     to[0] = odd ? bf16_pair(low, x.y) : bf16_pair(x.x, low);
     to[4] = odd ? bf16_pair(high, x.w) : bf16_pair(x.z, high);
 }
+#endif
 
 template <int EIGHTS>  // of rows, or more than there are
 struct ValueWarp {
@@ -33,9 +48,23 @@ struct ValueWarp {
     __device__ static u32 lane_now() { return fresh_thread() % WARP; }
     __device__ static u32 warp_now() { return fresh_thread() / WARP - SCORE_WARPS; }
 
-    __device__ u32 tile(int m) const { return warp_now() + VALUE_WARPS * m; }
+    __device__ u32 tile(int m) const {
+        return TILES_BESIDE * (warp_now() + VALUE_WARPS * (m / TILES_BESIDE)) + m % TILES_BESIDE;
+    }
     __device__ bool has(int m) const {
-        return m < VALUE_TILES && (VALUE_STEPS % VALUE_WARPS == 0 || tile(m) < VALUE_STEPS);
+        constexpr bool ALL = VALUE_STEPS % (TILES_BESIDE * VALUE_WARPS) == 0;
+        return m < VALUE_TILES && (ALL || tile(m) < VALUE_STEPS);
+    }
+    // What is written of tile m for an eight of rows.
+    __device__ float4 fragment(int m, int n) const {
+#if KV_FP8
+        const float(&even)[4] = value[m / 2 * 2][n], (&odd)[4] = value[m / 2 * 2 + 1][n];
+        const int k = m % 2 * 2;
+        return {even[k], even[k + 1], odd[k], odd[k + 1]};
+#else
+        const float(&x)[4] = value[m][n];
+        return {x[0], x[1], x[2], x[3]};
+#endif
     }
 
     __device__ void run() {
@@ -95,9 +124,7 @@ struct ValueWarp {
             u32 v[AT_ONCE][4];
             u32 w[2][4];
             if (m > 0) __syncwarp();  // else the compiler loads all values first, and spills
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (has(m + i)) load_matrices_transposed(v[i], slot + 32 * VALUE_WARPS * (m + i));
+            load_values(v, slot, m);
             load_matrices(w[0], weights);
 #pragma unroll
             for (int n = 0; n < EIGHTS; n += 2) {
@@ -108,12 +135,35 @@ struct ValueWarp {
                 for (int i = 0; i < AT_ONCE; ++i) {
                     if (!has(m + i)) continue;
                     const u32(&a)[4] = v[i];
-                    multiply_add(value[m + i][n], a[0], a[1], a[2], a[3], p[0], p[1]);
-                    if (n + 1 < EIGHTS)
-                        multiply_add(value[m + i][n + 1], a[0], a[1], a[2], a[3], p[2], p[3]);
+                    weigh(value[m + i][n], a, p[0], p[1]);
+                    if (n + 1 < EIGHTS) weigh(value[m + i][n + 1], a, p[2], p[3]);
                 }
             }
         }
+    }
+    __device__ void load_values(u32 (&v)[AT_ONCE][4], SharedAddress slot, int m) const {
+#if KV_FP8
+        u32 both[4];
+        if (!has(m)) return;
+        load_matrices_transposed(both, slot + 32 * VALUE_WARPS * (m / 2));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 apart = even_bytes_low(both[k]);
+            v[0][k] = half_pair_of_e4m3(apart);
+            v[1][k] = half_pair_of_e4m3_high(apart);
+        }
+#else
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (has(m + i)) load_matrices_transposed(v[i], slot + 32 * VALUE_WARPS * (m + i));
+#endif
+    }
+    __device__ static void weigh(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if KV_FP8
+        multiply_add_half(sum, a[0], a[1], a[2], a[3], b0, b1);
+#else
+        multiply_add(sum, a[0], a[1], a[2], a[3], b0, b1);
+#endif
     }
 
     // Fragments as they are, so that a warp writes 512 bytes at a time.
@@ -128,8 +178,7 @@ struct ValueWarp {
             if (n >= eights) return;
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
-                const float(&x)[4] = value[m][n];
-                if (has(m)) part[(n * VALUE_STEPS + tile(m)) * WARP] = {x[0], x[1], x[2], x[3]};
+                if (has(m)) part[(n * VALUE_STEPS + tile(m)) * WARP] = fragment(m, n);
             }
         }
     }
@@ -144,11 +193,11 @@ struct ValueWarp {
             const float by[2] = {1.0f / s.norm[row].y, 1.0f / s.norm[row + 1].y};
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
-                const float(&x)[4] = value[m][n];
+                const float4 x = fragment(m, n);
                 if (has(m))
                     write_fragment(in.out + (packed + EIGHT * n) * LATENT + 16 * tile(m),
                                    s.piece.rows - EIGHT * n,
-                                   {x[0] * by[0], x[1] * by[1], x[2] * by[0], x[3] * by[1]});
+                                   {x.x * by[0], x.y * by[1], x.z * by[0], x.w * by[1]});
             }
         }
     }

@@ -216,12 +216,13 @@ inline unsigned bits_of_digits(double value, int digits, int least)
     return units + ((unsigned)(exponent - least) << digits);
 }
 
+// Both saturate.
 inline unsigned round_to_half(float value)
 {
     const unsigned sign = std::signbit(value) ? 0x8000 : 0;
     if (value != value) return 0x7fff;
-    const double rounded = round_to_digits(std::fabs(value), 10, -14);
-    return sign | (rounded > 65504 ? 0x7c00 : bits_of_digits(rounded, 10, -14));
+    const double rounded = round_to_digits(std::min(std::fabs((double)value), 65504.0), 10, -14);
+    return sign | bits_of_digits(rounded, 10, -14);
 }
 
 inline float from_half(unsigned bits)
