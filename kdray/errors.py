@@ -56,6 +56,10 @@ class StartupError(GangError):
     """A rank failed while starting; the message carries the rank and its cause."""
 
 
+class LinkError(StartupError):
+    """Ranks that cannot pass data to one another, or pass it wrong; the message names which."""
+
+
 class RankFailed(GangError):
     """A rank died or stopped answering; the gang is stopped as a whole."""
 

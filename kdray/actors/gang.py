@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,8 +26,9 @@ from kdray.actors.rendezvous import Rendezvous, remove_folder
 from kdray.actors.room import Room, reserve, with_device
 from kdray.actors.verifier_actor import CONTROL, VerifierActor
 from kdray.config import EngineConfig
-from kdray.errors import KdrayError, StartupError
+from kdray.errors import KdrayError, LinkError, StartupError
 
+P2P_OFF = "NCCL_P2P_DISABLE"
 _STOP_TIMEOUT_S = 15.0
 _TASK_START_S = 60.0  # for Ray to start a process on another node
 _GRACE_S = 2.0  # for Ray to end a sound process, which it then does not report as a crash
@@ -44,7 +47,14 @@ class Gang:
 
     driver: ActorHandle[Any]
 
-    def __init__(self, config: EngineConfig, room: Room, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        room: Room,
+        placement: Placement,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """env: for the ranks' processes, beside what their places want."""
         self.info: dict[str, Any] = {}
         self.verifiers: list[ActorHandle[Any]] = []
         self.runs: list[Any] = []
@@ -52,6 +62,7 @@ class Gang:
         self._config = config
         self._room = room
         self._placement = placement
+        self._env = dict(env or {})
         self._rendezvous: Rendezvous | None = None
 
     @property
@@ -70,7 +81,37 @@ class Gang:
         CheckpointError, and then leaves no actor and no placement group of its own behind.
         """
         config, placement = with_device(config), placement or Placement()
-        gang = cls(config, room or reserve(config, placement), placement)
+        room = room or reserve(config, placement)
+        try:
+            return cls._start_in(replace(room, owned=False), config, placement, room)
+        except BaseException:
+            room.release()
+            raise
+
+    @classmethod
+    def _start_in(cls, held: Room, config: EngineConfig, placement: Placement, room: Room) -> Gang:
+        """Where GPUs cannot reach one another directly, once more through the host's memory."""
+        try:
+            gang = cls._try(config, held, placement, {})
+        except LinkError as error:
+            if config.device != "cuda" or P2P_OFF in os.environ:
+                raise
+            _log.warning(
+                "%s. Direct transfers between GPUs do not work on this host: an IOMMU that is not "
+                "in passthrough, or ACS on the PCIe switches (cluster/README.md). Starting again "
+                "with %s=1, which is slower",
+                error,
+                P2P_OFF,
+            )
+            gang = cls._try(config, held, placement, {P2P_OFF: "1"})
+        gang._room = room
+        return gang
+
+    @classmethod
+    def _try(
+        cls, config: EngineConfig, room: Room, placement: Placement, env: dict[str, str]
+    ) -> Gang:
+        gang = cls(config, room, placement, env)
         try:
             gang._create_actors()
             gang._bring_up()
@@ -113,7 +154,9 @@ class Gang:
             self.verifiers.append(handle)
 
     def _options(self, rank: int) -> dict[str, Any]:
-        return self._room.options(self._config, self._placement, rank)
+        options = self._room.options(self._config, self._placement, rank)
+        options["runtime_env"]["env_vars"] |= self._env
+        return options
 
     def _bring_up(self) -> None:
         self._collect([actor.hello.remote() for actor in self._actors], self.processes.append)
