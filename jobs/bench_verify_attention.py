@@ -3,6 +3,7 @@
 
     python jobs/bench_verify_attention.py --out benchmarks/results
     python jobs/bench_verify_attention.py --targets        # the nine shapes of the README alone
+    python jobs/bench_verify_attention.py --targets --kv-dtype bf16 fp8 --no-rivals
 
 us               verify_attention in a CUDA graph; every node has a cache of its own, beyond L2
 gbps, tflops     the cache's bytes read once, and 2 (2 C + D) flops a row and key, over us
@@ -12,6 +13,7 @@ floor_us         the larger of bytes at copy speed and flops at the matmul's
 torch_us         torch: bmm, mask on the last columns, softmax, bmm; contiguous keys, scores in bf16
 flashinfer_us    FlashInfer's MLA, fa2, page 64, where installed: without a mask, as it has none
 
+Rivals are for bf16. Rows in fp8 count with their scale and padding (656 bytes for 1,152 of bf16).
 Every timed shape is compared with float32 torch first.
 """
 
@@ -35,12 +37,14 @@ from torch import Tensor
 
 from kdray.core.tree import ancestor_mask, mask_to_bool
 from kdray.kernels.cuda_attention import AttentionRows, AttentionSchedule, CudaAttention
+from kdray.kernels.latent_rows import dequantised, is_fp8, quantised, row_bytes
 from kdray.kernels.loader import KernelLoader
 
 LATENT, ROPE, PAGE = 512, 64, 64
 WIDTH = LATENT + ROPE
 STRIDE = WIDTH + 8  # between rows, as verifier/kv_cache.py lays them out
 SCALE = 192**-0.5
+KV_DTYPES = ("bf16", "fp8")
 BEYOND_L2 = 160 << 20
 MAX_SETS, MAX_BYTES = 24, 40 << 30
 BOUND = 2.0**-6
@@ -65,10 +69,12 @@ class Shape:
     context: int
     nodes: int
     heads: int
+    kv_dtype: str = "bf16"
 
     @property
     def cache_bytes(self) -> int:
-        return self.batch * (self.context + self.nodes) * WIDTH * 2
+        row = row_bytes(LATENT, ROPE) if self.kv_dtype == "fp8" else WIDTH * 2
+        return self.batch * (self.context + self.nodes) * row
 
     @property
     def flops(self) -> float:
@@ -78,7 +84,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """One set: query [T, H, C + D], cache [S, C + D], rows, and the mask as booleans [N, N]."""
+    """One set: query [T, H, C + D], cache [S, C + D] or rows in fp8, rows, and the mask as booleans
+    [N, N]."""
 
     query: Tensor
     cache: Tensor
@@ -98,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--kv-dtype", nargs="+", choices=KV_DTYPES, default=["bf16"])
     parser.add_argument("--targets", action="store_true", help="only the shapes with a target")
     parser.add_argument("--no-rivals", action="store_true")
     parser.add_argument("--replays", type=int, default=15)
@@ -119,12 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shapes(arguments: argparse.Namespace) -> Iterator[Shape]:
+    kinds = arguments.kv_dtype
     if arguments.targets:
-        yield from (Shape(batch, context, nodes, 8) for batch, context, nodes, _ in TARGETS)
+        for (batch, context, nodes, _), kind in product(TARGETS, kinds):
+            yield Shape(batch, context, nodes, 8, kind)
         return
-    lists = (arguments.heads, arguments.batches, arguments.contexts, arguments.nodes)
-    for heads, batch, context, nodes in product(*lists):
-        yield Shape(batch, context, nodes, heads)
+    lists = (arguments.heads, arguments.batches, arguments.contexts, arguments.nodes, kinds)
+    for heads, batch, context, nodes, kind in product(*lists):
+        yield Shape(batch, context, nodes, heads, kind)
 
 
 def compare(
@@ -144,7 +154,7 @@ def compare(
         "us": graph_us(ours, replays=arguments.replays, at_least=few),
         "plan_us": graph_us(plans, replays=5, at_least=few),
     }
-    if not arguments.no_rivals:
+    if not arguments.no_rivals and shape.kv_dtype == "bf16":
         for name, rival in rivals(shape).items():
             calls = [rival(inputs) for inputs in sets[:8]]
             samples[name] = graph_us(calls, replays=5, at_least=min(few, 4))
@@ -157,14 +167,14 @@ def compare(
         "floor_us": floor,
     }
     target = targets().get((shape.batch, shape.context, shape.nodes))
-    if target is not None and shape.heads == 8:
+    if target is not None and shape.heads == 8 and shape.kv_dtype == "bf16":
         extra["target_us"] = target
     params = {
         "heads": shape.heads,
         "nodes": shape.nodes,
         "context": shape.context,
         "batch": shape.batch,
-        "kv_dtype": "bf16",
+        "kv_dtype": shape.kv_dtype,
     }
     record.add(params, samples, extra)
 
@@ -184,8 +194,7 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(seed)
     pages = -(-(shape.context + shape.nodes) // PAGE)
     order = torch.randperm(shape.batch * pages, generator=generator, device="cuda").int()
-    cache = torch.empty(shape.batch * pages * PAGE, STRIDE, dtype=torch.bfloat16, device="cuda")
-    cache = cache.normal_(generator=generator)[:, :WIDTH]
+    cache = make_cache(shape.batch * pages, generator, shape.kv_dtype)
     query = torch.empty(shape.batch * shape.nodes, shape.heads, WIDTH, device="cuda")
     query = query.normal_(generator=generator).bfloat16()
     rng = np.random.default_rng(seed)
@@ -203,6 +212,17 @@ def make_inputs(shape: Shape, seed: int) -> Inputs:
         rows_cap=shape.nodes,
     )
     return Inputs(query, cache, rows, tree)
+
+
+def make_cache(pages: int, generator: torch.Generator, kv_dtype: str) -> Tensor:
+    if kv_dtype == "bf16":
+        rows = torch.empty(pages * PAGE, STRIDE, dtype=torch.bfloat16, device="cuda")
+        return rows.normal_(generator=generator)[:, :WIDTH]
+    rows = torch.empty(pages * PAGE, row_bytes(LATENT, ROPE), dtype=torch.uint8, device="cuda")
+    for some in rows.split(1 << 16):
+        numbers = torch.randn(len(some), WIDTH, generator=generator, device="cuda")
+        some.copy_(quantised(numbers[:, :LATENT], numbers[:, LATENT:]))
+    return rows
 
 
 def full(size: int, value: int) -> Tensor:
@@ -239,9 +259,11 @@ def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
 def contiguous_keys(inputs: Inputs, shape: Shape, requests: slice) -> Tensor:
     """[r, context + N, C + D]"""
     table = inputs.rows.page_table[requests].long()
-    return inputs.cache.unflatten(0, (-1, PAGE))[table].flatten(1, 2)[
-        :, : shape.context + shape.nodes
-    ]
+    rows = inputs.cache.unflatten(0, (-1, PAGE))[table].flatten(1, 2)
+    rows = rows[:, : shape.context + shape.nodes]
+    if not is_fp8(rows):
+        return rows
+    return dequantised(rows.flatten(0, 1), LATENT, ROPE).unflatten(0, rows.shape[:2])
 
 
 def masked(query: Tensor, key: Tensor, tree: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.kernels.attention_cases import (
     difference,
     expected,
     make_case,
+    quantised_case,
     seen,
     slots,
 )
@@ -33,6 +34,8 @@ KIMI, DEMO = (512, 64), (64, 16)
 SCALE = {KIMI: 0.08, DEMO: 0.3}
 BOUND = {torch.bfloat16: 2.0**-7, torch.float32: 2e-5}
 DTYPES = (torch.bfloat16, torch.float32)
+# Rows in fp8 against an exact cache, at scores as flat as a model's (see test_fp8_..).
+FORMAT_BOUND = 2.0**-4
 
 BATCHES: dict[str, list[Part]] = {
     "one key": [Part(0)],
@@ -59,12 +62,28 @@ def on_gpu(case: Case) -> Case:
 
 
 def attend(attention: CudaAttention, case: Case, rows: AttentionRows, scale: float) -> Tensor:
+    return attend_over(attention, case, case.cache, rows, scale)
+
+
+def attend_over(
+    attention: CudaAttention, case: Case, cache: Tensor, rows: AttentionRows, scale: float
+) -> Tensor:
     latent = 512 if case.query.shape[2] == 576 else 64
     out = torch.full((*case.query.shape[:2], latent), torch.nan, device="cuda")
     out = out.to(case.query.dtype)
     schedule = attention.schedule(rows, case.query.dtype, case.query.shape[1])
-    attention.attend(out, case.query, case.cache, rows, schedule, scale)
+    attention.attend(out, case.query, cache, rows, schedule, scale)
     return out
+
+
+def fp8_difference(
+    attention: CudaAttention, parts: Sequence[Part], dims: tuple[int, int] = KIMI, **wishes: object
+) -> float:
+    """Of the kernel over rows in fp8 from float64 over what they stand for."""
+    case = make(parts, torch.bfloat16, dims=dims, **wishes)  # type: ignore[arg-type]
+    stored = quantised_case(case, dims[0])
+    out = attend_over(attention, stored.case, stored.rows, case.rows("cuda"), SCALE[dims])
+    return difference(out, expected(stored.case, SCALE[dims], dims[0]))
 
 
 def make(
@@ -99,6 +118,61 @@ def test_awkward_batches(
     case = make(BATCHES[name], dtype, dims=dims, heads=heads)
     out = attend(attention, case, case.rows("cuda"), SCALE[dims])
     assert difference(out, expected(case, SCALE[dims], dims[0])) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("dims", "heads"), [(KIMI, 8), (KIMI, 64), (DEMO, 8), (DEMO, 3)], ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_fp8_awkward_batches(
+    attention: CudaAttention, name: str, dims: tuple[int, int], heads: int
+) -> None:
+    off = fp8_difference(attention, BATCHES[name], dims, heads=heads)
+    assert off < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 128])
+def test_fp8_page_sizes(attention: CudaAttention, page_size: int) -> None:
+    for dims in (KIMI, DEMO):
+        parts = [Part(700, nodes=9), Part(33, nodes=2)]
+        assert fp8_difference(attention, parts, dims, page_size=page_size) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 31, 66, 131])
+def test_fp8_any_grid(loader: KernelLoader, blocks: int) -> None:
+    parts = [Part(5000, nodes=33), Part(0), Part(900, nodes=9), Part(64, nodes=2)]
+    for least in (1, 1000):
+        chosen = CudaAttention(loader, plan=AttentionPlan(blocks, least))
+        assert fp8_difference(chosen, parts) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [0.0, 4.0, 20.0])
+def test_fp8_flat_and_peaky_scores(attention: CudaAttention, size: float) -> None:
+    parts = [Part(3000, nodes=9), Part(700, nodes=17)]
+    assert fp8_difference(attention, parts, size=size) < BOUND[torch.bfloat16]
+
+
+def test_fp8_nothing_beside_128k(attention: CudaAttention) -> None:
+    parts = [Part(0), Part(131072 - 9, nodes=9), Part(0, nodes=3)]
+    assert fp8_difference(attention, parts) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dims", [KIMI, DEMO], ids=str)
+def test_fp8_says_nearly_what_an_exact_cache_says(
+    attention: CudaAttention, dims: tuple[int, int]
+) -> None:
+    """Scores some 0.5 apart, whose errors are a part of what the values' own are."""
+    case = make([Part(3000, nodes=9)], torch.bfloat16, dims=dims, size=0.25)
+    stored, rows = quantised_case(case, dims[0]), case.rows("cuda")
+    out = attend_over(attention, case, stored.rows, rows, SCALE[dims])
+    assert 2.0**-8 < difference(out, expected(case, SCALE[dims], dims[0])) < FORMAT_BOUND
+
+
+def test_fp8_is_the_same_every_time(attention: CudaAttention) -> None:
+    for name in ("nothing beside much", "33 nodes", "many"):
+        case = make(BATCHES[name], torch.bfloat16)
+        rows, cache = case.rows("cuda"), quantised_case(case, 512).rows
+        first = attend_over(attention, case, cache, rows, SCALE[KIMI])
+        for _ in range(20):
+            assert torch.equal(attend_over(attention, case, cache, rows, SCALE[KIMI]), first)
 
 
 def test_nothing_beside_128k(attention: CudaAttention) -> None:

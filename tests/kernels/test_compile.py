@@ -79,13 +79,16 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
         for dtype in cuda_fused.DTYPES
     ],
     "rope_cache": [
-        cuda_fused.rope_defines(latent, rope, dtype)
+        cuda_fused.rope_defines(latent, rope, dtype, fp8)
         for latent, rope in ((512, 64), (64, 16), (1024, 128))
-        for dtype in cuda_fused.DTYPES
+        for dtype, fp8 in product(cuda_fused.DTYPES, (False, True))
+        if dtype == torch.bfloat16 or not fp8
     ],
     "swiglu": [cuda_fused.swiglu_defines(dtype) for dtype in cuda_fused.DTYPES],
     "route_experts": [cuda_fused.routing_defines(*router) for router in RULES.values()],
-    "verify_attention": [cuda_attention.defines(*dims) for dims in ATTENTION_DIMS],
+    "verify_attention": [
+        cuda_attention.defines(*dims, fp8) for dims in ATTENTION_DIMS for fp8 in (False, True)
+    ],
     "draft_attention": [cuda_draft.defines(*shape) for shape in DRAFT_SHAPES],
     "skinny_gemm": [
         cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
@@ -142,7 +145,8 @@ def test_tree_designs_fit_with_their_dynamic_memory() -> None:
 @pytest.mark.parametrize("dims", ATTENTION_DIMS, ids=str)
 def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
     for dtype in cuda_attention.SHAPES:  # that a block needs no more, the source asserts
-        assert cuda_attention.shared_bytes(dtype, *dims) <= MAX_BLOCK_BYTES
+        for fp8 in (False, True):
+            assert cuda_attention.shared_bytes(dtype, *dims, fp8) <= MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("shape", DRAFT_SHAPES, ids=str)

@@ -25,27 +25,43 @@ from tests.kernels.attention_cases import (
     difference,
     expected,
     make_case,
+    quantised_case,
 )
 from tests.kernels.simt_loader import simt_loader
 
 SCALE = 0.3
 # Relative, of a row: weights in bf16, half a unit of 8 bits each, and one more rounding at the end.
 BOUND = {torch.bfloat16: 2.0**-7, torch.float32: 2e-5}
+# Rows in fp8 against an exact cache: latents are off by 2^-5 on the average, and so are values and
+# scores, which are about 0.7 apart here.
+FORMAT_BOUND = 2.0**-4
 DTYPES = (torch.bfloat16, torch.float32)
+# By what the cache holds: what the queries are in.
+KINDS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}
 
 
-def attend(case: Case, latent: int, *, blocks: int = 1, least: int = 1, seed: int = 0) -> Tensor:
+def attend(
+    case: Case,
+    latent: int,
+    *,
+    blocks: int = 1,
+    least: int = 1,
+    seed: int = 0,
+    cache: Tensor | None = None,
+) -> Tensor:
+    """cache: instead of the case's."""
     attention = CudaAttention(simt_loader(seed), plan=AttentionPlan(blocks, least))
     out = torch.full((*case.query.shape[:2], latent), torch.nan, dtype=case.query.dtype)
     rows = case.rows()
     schedule = attention.schedule(rows, case.query.dtype, case.query.shape[1])
-    attention.attend(out, case.query, case.cache, rows, schedule, SCALE)
+    held = case.cache if cache is None else cache
+    attention.attend(out, case.query, held, rows, schedule, SCALE)
     return out
 
 
 def check(
     parts: Sequence[Part],
-    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "bfloat16",
     *,
     heads: int = 8,
     latent: int = 64,
@@ -55,40 +71,44 @@ def check(
     size: float = 1.0,
     seed: int = 0,
 ) -> None:
+    dtype, cache = KINDS[kind], None
     case = make_case(
         parts, heads=heads, latent=latent, rope=rope, page_size=page_size, dtype=dtype, size=size
     )
-    out = attend(case, latent, blocks=blocks, seed=seed)
+    if kind == "fp8":
+        stored = quantised_case(case, latent)
+        case, cache = stored.case, stored.rows
+    out = attend(case, latent, blocks=blocks, seed=seed, cache=cache)
     assert difference(out, expected(case, SCALE, latent)) < BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", [1, 2, 8, 9, 10, 17, 33, 65])
-def test_trees_of_every_size(nodes: int, dtype: torch.dtype) -> None:
-    check([Part(cached=37, nodes=nodes)], dtype, blocks=2)
+def test_trees_of_every_size(nodes: int, kind: str) -> None:
+    check([Part(cached=37, nodes=nodes)], kind, blocks=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cached", [0, 1, 14, 15, 16, 17, 31, 47, 100])
-def test_contexts_that_end_anywhere(cached: int, dtype: torch.dtype) -> None:
-    check([Part(cached, nodes=3), Part(cached, nodes=9, shape=CHAIN)], dtype, heads=3)
+def test_contexts_that_end_anywhere(cached: int, kind: str) -> None:
+    check([Part(cached, nodes=3), Part(cached, nodes=9, shape=CHAIN)], kind, heads=3)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64])
 def test_page_sizes(page_size: int) -> None:
-    for dtype in DTYPES:
-        check([Part(70, nodes=9), Part(33, nodes=2)], dtype, page_size=page_size, blocks=3)
+    for kind in KINDS:
+        check([Part(70, nodes=9), Part(33, nodes=2)], kind, page_size=page_size, blocks=3)
 
 
 @pytest.mark.parametrize("blocks", range(1, 8))
 def test_any_grid(blocks: int) -> None:
     """Short beside long, so that blocks share the long one's tiles."""
-    for dtype in DTYPES:
-        check([Part(0), Part(400, nodes=9), Part(3, nodes=2)], dtype, blocks=blocks, seed=blocks)
+    for kind in KINDS:
+        check([Part(0), Part(400, nodes=9), Part(3, nodes=2)], kind, blocks=blocks, seed=blocks)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_known_rows_padding_and_requests_that_take_no_part(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_rows_padding_and_requests_that_take_no_part(kind: str) -> None:
     parts = [
         Part(0, known=0, padding=3),
         Part(20, known=18),
@@ -96,7 +116,7 @@ def test_known_rows_padding_and_requests_that_take_no_part(dtype: torch.dtype) -
         Part(90, known=0),
         Part(0, known=33, nodes=2),
     ]
-    check(parts, dtype, heads=3, blocks=4)
+    check(parts, kind, heads=3, blocks=4)
 
 
 def test_a_mask_of_several_words() -> None:
@@ -106,18 +126,58 @@ def test_a_mask_of_several_words() -> None:
 @pytest.mark.parametrize("size", [0.0, 6.0, 30.0])
 def test_flat_and_peaky_scores(size: float) -> None:
     """Large scores make maxima grow along the keys, so that sums are rescaled."""
-    check([Part(150, nodes=9), Part(40)], blocks=2, size=size)
+    for kind in ("bfloat16", "fp8"):
+        check([Part(150, nodes=9), Part(40)], kind, blocks=2, size=size)
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(128, 32), (512, 64)])
 def test_other_dimensions(latent: int, rope: int) -> None:
-    check([Part(60, nodes=9), Part(0)], latent=latent, rope=rope, blocks=3)
-    check([Part(30, nodes=2)], torch.float32, latent=latent, rope=rope, blocks=2)
+    for kind in ("bfloat16", "fp8"):
+        check([Part(60, nodes=9), Part(0)], kind, latent=latent, rope=rope, blocks=3)
+    check([Part(30, nodes=2)], "float32", latent=latent, rope=rope, blocks=2)
 
 
 def test_many_requests_and_no_work_for_most_blocks() -> None:
     parts = [Part(i % 5, known=i % 3) for i in range(300)]
-    check(parts, torch.float32, heads=1, blocks=7)
+    check(parts, "float32", heads=1, blocks=7)
+
+
+def test_fp8_of_rows_of_every_size() -> None:
+    """Scales of all sizes beside one another: weights in float16 of many powers of two."""
+    parts = [Part(50, nodes=9), Part(20)]
+    case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.bfloat16)
+    size = torch.logspace(-12, 1.5, len(case.cache))[:, None]
+    stored = quantised_case(replace(case, cache=(case.cache * size).bfloat16()), 64)
+    out = attend(stored.case, 64, blocks=2, cache=stored.rows)
+    assert difference(out, expected(stored.case, SCALE, 64)) < BOUND[torch.bfloat16]
+
+
+def test_fp8_of_queries_beyond_float16() -> None:
+    """The too large count as the largest, the tiny as nothing, and no number stays none."""
+    case = make_case(
+        [Part(50, nodes=9)], heads=2, latent=64, rope=16, page_size=16, dtype=torch.bfloat16
+    )
+    stored = quantised_case(case, 64)
+    query = case.query.clone()
+    query[0, 0, :64], query[1, 1, :64], query[2, :, :64] = 1e30, 1e-20, 60000
+    query[3, 0, 5] = torch.nan
+    out = attend(replace(stored.case, query=query), 64, blocks=2, cache=stored.rows)
+    latent = query[..., :64].float().clamp(-65504, 65504)
+    meant = torch.cat([latent, query[..., 64:].float()], -1)
+    wanted = expected(replace(stored.case, query=meant), SCALE, 64)
+    broken = torch.zeros(query.shape[:2], dtype=torch.bool)
+    broken[3, 0] = True
+    assert out[broken].isnan().all()
+    assert difference(out[~broken], wanted[~broken]) < BOUND[torch.bfloat16]
+
+
+def test_fp8_says_nearly_what_an_exact_cache_says() -> None:
+    case = make_case(
+        [Part(300, nodes=9)], heads=8, latent=64, rope=16, page_size=16, dtype=torch.bfloat16,
+        size=0.3,
+    )  # fmt: skip
+    out = attend(case, 64, blocks=2, cache=quantised_case(case, 64).rows)
+    assert 2.0**-8 < difference(out, expected(case, SCALE, 64)) < FORMAT_BOUND
 
 
 def test_queries_with_strides_of_their_own() -> None:
@@ -133,8 +193,10 @@ def test_queries_with_strides_of_their_own() -> None:
 def test_the_order_of_threads_does_not_show() -> None:
     parts = [Part(100, nodes=9), Part(7, nodes=12)]
     case = make_case(parts, heads=8, latent=64, rope=16, page_size=16, dtype=torch.bfloat16)
-    first = attend(case, 64, blocks=4, seed=0)
-    assert all(torch.equal(attend(case, 64, blocks=4, seed=seed), first) for seed in range(1, 5))
+    for cache in (case.cache, quantised_case(case, 64).rows):
+        first = attend(case, 64, blocks=4, seed=0, cache=cache)
+        for seed in range(1, 5):
+            assert torch.equal(attend(case, 64, blocks=4, seed=seed, cache=cache), first)
 
 
 def test_tickets_are_ready_for_the_next_launch() -> None:
