@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Find how skinny_gemm's work is best cut for a rank's matrices of Kimi K2.6, and write the table.
+
+    python jobs/tune_gemm.py            # prints the table
+    python jobs/tune_gemm.py --write    # into kdray/kernels/gemm_table.py
+
+For every matrix and number of runs the plans that the estimate likes best are timed at the most
+tokens of each tile count. The number of runs is one for all tokens, since bits hang on it: taken is
+the one whose slowdowns against the best for each tile count are least in sum. Kernels are compiled
+by all cores before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from bench_gemm import MATRICES, NAMES, Matrix, product, rows_of, weights_of
+from gpu_timing import graph_us, need_gpu
+
+from kdray.kernels import cuda_gemm, gemm_table
+from kdray.kernels.cubin_cache import CubinCache
+from kdray.kernels.cuda_gemm import CudaGemm
+from kdray.kernels.gemm_table import (
+    MOST_RUNS,
+    MOST_STEPS,
+    TOKEN_TILE,
+    TOKEN_TILES,
+    GemmPlan,
+    GemmShape,
+    candidates,
+    estimated_us,
+)
+from kdray.kernels.loader import KernelLoader
+from kdray.kernels.nvrtc import read_source
+
+
+class Trial(NamedTuple):
+    matrix: Matrix
+    tiles: int
+    plan: GemmPlan
+
+    def defines(self) -> dict[str, str | int]:
+        steps = self.matrix.shape.steps
+        return cuda_gemm.defines(
+            self.plan, self.tiles, steps, 1, self.matrix.gated, self.matrix.dtype
+        )
+
+
+Times = Mapping[Trial, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--matrices", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--plans", type=int, default=6, help="timed of each kind")
+    parser.add_argument("--replays", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help="into gemm_table.py")
+    arguments = parser.parse_args(argv)
+    need_gpu()
+    loader = KernelLoader(torch.device("cuda"))
+    # Gated products are cut as the plain ones of their shape.
+    chosen = [m for m in MATRICES if m.name in arguments.matrices and not m.gated]
+    trials = [trial for matrix in chosen for trial in trials_of(matrix, arguments.plans)]
+    compile_all(trials, loader.arch)
+    runs: dict[tuple[int, int, int], int] = {}
+    plans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+    for matrix in chosen:
+        times = timed(loader, [t for t in trials if t.matrix is matrix], arguments.replays)
+        key, count = key_of(matrix.shape), best_runs(times)
+        runs[key] = count
+        for tiles in TOKEN_TILES:
+            best = best_of(times, tiles, count)
+            plans[*key, tiles] = astuple(best.plan)
+            fewest = min(us for trial, us in times.items() if trial.tiles == tiles)
+            print(
+                f"{matrix.name}  tiles {tiles}  {best.plan}  us {times[best]:.2f} of {fewest:.2f}"
+            )
+    text = as_text(runs, plans)
+    print(text)
+    if arguments.write:
+        write(text)
+    return 0
+
+
+def key_of(shape: GemmShape) -> tuple[int, int, int]:
+    return shape.inputs, shape.outputs, shape.heads
+
+
+def trials_of(matrix: Matrix, plans: int) -> Iterator[Trial]:
+    """The plans of each number of runs and tile count that should be quick."""
+    shape, runs = matrix.shape, 1
+    while runs <= MOST_RUNS and 2 * runs <= shape.steps:
+        if shape.steps <= runs * MOST_STEPS and runs * shape.tiles * shape.heads >= 128:
+            for tiles in TOKEN_TILES:
+                ranked = sorted(
+                    candidates(runs, tiles), key=lambda plan: estimated_us(shape, tiles, plan)
+                )
+                yield from (Trial(matrix, tiles, plan) for plan in islice(ranked, plans))
+        runs *= 2
+
+
+def compile_all(trials: Sequence[Trial], arch: str) -> None:
+    """Into the cache that the loader reads."""
+    sources = {read_source("skinny_gemm", arch, trial.defines()) for trial in trials}
+    print(f"{len(trials)} trials, {len(sources)} kernels to compile", flush=True)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for _ in pool.map(CubinCache().path, sources, chunksize=4):
+            pass
+
+
+def timed(loader: KernelLoader, trials: Sequence[Trial], replays: int) -> Times:
+    """Microseconds of each trial of one matrix."""
+    weights, times = weights_of(trials[0].matrix), {}
+    for trial in trials:
+        gemm = CudaGemm(loader, plan=trial.plan)
+        x = rows_of(trial.matrix, TOKEN_TILE * trial.tiles)
+        calls = [product(gemm, trial.matrix, x, weight) for weight in weights]
+        times[trial] = statistics.median(graph_us(calls, replays=replays, at_least=20))
+        print(f"{trial.matrix.name}  tiles {trial.tiles}  {trial.plan}  us {times[trial]:.2f}")
+    return times
+
+
+def best_of(times: Times, tiles: int, runs: int) -> Trial:
+    return min(
+        (trial for trial in times if trial.tiles == tiles and trial.plan.runs == runs),
+        key=lambda trial: times[trial],
+    )
+
+
+def best_runs(times: Times) -> int:
+    def slowdown(runs: int) -> float:
+        total = 0.0
+        for tiles in TOKEN_TILES:
+            fewest = min(us for trial, us in times.items() if trial.tiles == tiles)
+            total += times[best_of(times, tiles, runs)] / fewest
+        return total
+
+    return min({trial.plan.runs for trial in times}, key=slowdown)
+
+
+def as_text(
+    runs: Mapping[tuple[int, int, int], int],
+    plans: Mapping[tuple[int, int, int, int], tuple[int, ...]],
+) -> str:
+    """The two tables as they stand in gemm_table.py."""
+    counts = "".join(f"    {key}: {count},\n" for key, count in sorted(runs.items()))
+    rows = "".join(f"    {key}: {plan},\n" for key, plan in sorted(plans.items()))
+    return (
+        f"RUNS: dict[tuple[int, int, int], int] = {{\n{counts}}}\n"
+        "# (inputs, outputs, heads, tiles of 8 tokens): a plan's fields.\n"
+        "PLANS: dict[tuple[int, int, int, int], tuple[int, int, int, int, int]] = "
+        f"{{\n{rows}}}\n"
+    )
+
+
+def write(text: str) -> None:
+    path = Path(gemm_table.__file__)
+    old = path.read_text()
+    pattern = r"RUNS: dict.*?\nPLANS: .*?\}\n"
+    new, found = re.subn(pattern, lambda _: text, old, flags=re.DOTALL)
+    if found != 1:
+        raise SystemExit(f"no tables in {path}")
+    path.write_text(new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
