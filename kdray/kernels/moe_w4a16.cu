@@ -114,15 +114,15 @@ struct Stream {
     }
 };
 
-// The lane's places in a tile's rows; a pair's row is pair / per_row.
-__device__ __forceinline__ Inputs inputs_of(const Tiles& tiles, const Tile& tile, const u16* rows,
-                                            int per_row, int width, int begin)
+// The lane's places in the rows of pairs; a pair's row is pair / per_row.
+__device__ __forceinline__ Inputs inputs_of(const Pairs& pairs, const u16* rows, int per_row,
+                                            int width, int begin)
 {
     Inputs in;
     in.rows = rows;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
-        const int pair = tiles.pair(tile, 8 * j + lane_id() / 4);
+        const int pair = pairs.of[j];
         in.at[j] = pair < 0 ? -1 : pair / per_row * width + begin * STEP + lane_id() % 4 * 8;
     }
     return in;
@@ -143,8 +143,7 @@ struct Adder {
     u32 round;
 
     // To be called by the whole block.
-    __device__ void add_up(const Tiles& tiles, const Tile& tile, int number, int slice,
-                           const Sums& sum)
+    __device__ void add_up(const Pairs& pairs, int number, int slice, const Sums& sum)
     {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
@@ -162,7 +161,7 @@ struct Adder {
                 gate += part[w][i][lane];
                 up += part[w][4 + i][lane];
             }
-            const int pair = tiles.pair(tile, 8 * j + lane % 4 * 2 + i % 2);
+            const int pair = pairs.at(j, lane % 4 * 2 + i % 2);
             if (pair >= 0)
                 inner[(i64)pair * INNER + slice * SLICE + lane / 4 * 2 + i / 2] =
                     (u16)bf16_pair(silu(gate) * up, 0.0f);
@@ -173,15 +172,14 @@ struct Adder {
 };
 
 // Rows of fragments are columns 4 g .. 4 g + 3 of a lane: 8 bytes of a row of partial.
-__device__ __forceinline__ void store(u16* partial, const Tiles& tiles, const Tile& tile, int group,
-                                      const Sums& sum)
+__device__ __forceinline__ void store(u16* partial, const Pairs& pairs, int group, const Sums& sum)
 {
     const int lane = lane_id();
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-            const int pair = tiles.pair(tile, 8 * j + lane % 4 * 2 + odd);
+            const int pair = pairs.at(j, lane % 4 * 2 + odd);
             if (pair < 0) continue;
             const uint2 four = {bf16_pair(sum[j][0][odd], sum[j][0][2 + odd]),
                                 bf16_pair(sum[j][1][odd], sum[j][1][2 + odd])};
@@ -211,22 +209,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Adder adder{s, inner, ready, 0};
     Product product;
     product.done = product.steps = 0;
-    Tile now;
+    Pairs pairs;
     for (int i = -1;;) {
         stream.fill();
         if (product.is_done()) {
             if (i >= 0) {
                 const int number = units.unit(i), of = units.parts(i);
                 if (units.is_first(i))
-                    adder.add_up(units.tiles, now, number / of, number % of, product.sum);
+                    adder.add_up(pairs, number / of, number % of, product.sum);
                 else
-                    store(partial, units.tiles, now, number % of, product.sum);
+                    store(partial, pairs, number % of, product.sum);
             }
             if (++i == units.num_all) break;
             const bool first = units.is_first(i);
             const int number = units.unit(i) / units.parts(i);
-            now = units.tiles.at(number);
-            const Inputs inputs = inputs_of(units.tiles, now, first ? x : inner, first ? TOP_K : 1,
+            pairs = units.tiles.pairs(units.tiles.at(number));
+            const Inputs inputs = inputs_of(pairs, first ? x : inner, first ? TOP_K : 1,
                                             first ? WIDTH : INNER, first ? units.share_begin() : 0);
             if (!first) {
                 if (lane_id() == 0) wait_for_blocks(&ready[number], ARRIVALS);

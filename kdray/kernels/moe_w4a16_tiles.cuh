@@ -13,7 +13,15 @@ struct Tile {
     u32 pairs;  // sorted here: a bit each
 };
 
-// Collective functions of a warp, but for pair().
+// What a warp's lane 4 g + t knows of a tile's rows: the pairs of columns 8 j + g.
+struct Pairs {
+    int of[COLUMN_TILES];
+
+    // The pair of column 8 j + g, for any g; to be called by a whole warp.
+    __device__ int at(int j, int g) const { return __shfl_sync(ALL_LANES, of[j], 4 * g); }
+};
+
+// Collective functions of a warp.
 struct Tiles {
     const int4* table;  // null: sorted here
     const int* sorted;
@@ -57,17 +65,28 @@ struct Tiles {
         return found;
     }
 
-    // The pair in a column; -1 behind the last.
-    __device__ int pair(const Tile& tile, int column) const
+    // The pairs of columns 8 j + g; -1 behind the last.
+    __device__ Pairs pairs(const Tile& tile) const
     {
-        if (column >= tile.count) return -1;
-        if (are_sorted()) return sorted[tile.first + column];
-        u32 left = tile.pairs;
-        for (int i = 0; i < column; ++i) left &= left - 1;
-        return __ffs(left) - 1;
+        Pairs found;
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j) {
+            const int column = 8 * j + lane_id() / 4;
+            found.of[j] = -1;
+            if (column < tile.count)
+                found.of[j] = are_sorted() ? sorted[tile.first + column] : bit(tile.pairs, column);
+        }
+        return found;
     }
 
 private:
+    // The place of a word's bit number n from below.
+    __device__ static int bit(u32 word, int n)
+    {
+#pragma unroll 1
+        for (; n > 0; --n) word &= word - 1;
+        return __ffs(word) - 1;
+    }
     __device__ static u32 lower() { return (1u << lane_id()) - 1; }
     __device__ bool leads() const { return expert >= 0 && (same & lower()) == 0; }
 };
