@@ -28,7 +28,6 @@ from kdray.profiling.store import ProfileStore
 from kdray.verifier.channel import ZmqSender
 from kdray.verifier.collectives import TorchCollectives, open_store
 from kdray.verifier.heartbeat import heartbeat_age
-from kdray.verifier.links import check_links
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
 from kdray.verifier.verifier import Verifier
@@ -207,7 +206,7 @@ class DriverActor:
             device=device,
             timeout_s=config.step_timeout_s,
         )
-        check_links(self._collectives, Shard(0, config.tp), device)
+        self._collectives.prove()
         return self._collectives
 
     def _group(self, verifier: Verifier, collectives: Collectives) -> LocalGroup | RankGroup:

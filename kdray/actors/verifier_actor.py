@@ -15,7 +15,6 @@ from kdray.profiling.recorder import Recorder
 from kdray.verifier.channel import ZmqReceiver
 from kdray.verifier.collectives import TorchCollectives
 from kdray.verifier.heartbeat import Heartbeat
-from kdray.verifier.links import check_links
 from kdray.verifier.rank_group import RankWorker
 
 CONTROL = "control"  # the concurrency group of calls that are answered while run() goes on
@@ -48,7 +47,7 @@ class VerifierActor:
             device=facts.device,
             timeout_s=config.step_timeout_s,
         )
-        check_links(collectives, Shard(rank, config.tp), facts.device)
+        collectives.prove()
         verifier, rounds = build_follower(
             config, facts, shard=Shard(rank, config.tp), collectives=collectives
         )

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code."""
+"""Collectives over torch.distributed: gloo on CPUs, NCCL on GPUs (short sums without it)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kdray.errors import StartupError
+from kdray.model.parallel import Shard
+from kdray.verifier.links import check_links
+from kdray.verifier.short_sums import ShortSums, open_short_sums
 
 
 class TorchCollectives:
@@ -33,9 +36,23 @@ class TorchCollectives:
             raise StartupError(
                 f"rank {rank} of {size} could not meet the others at {host}:{port}: {error}"
             ) from error
+        self._shard = Shard(rank, size)
         self._size = size
+        self._device = device
+        self._short: ShortSums | None = None
+
+    def prove(self) -> None:
+        """Check every link, and find which sums are faster without NCCL; all ranks together.
+
+        Raises LinkError (kdray.verifier.links).
+        """
+        check_links(self, self._shard, self._device)
+        if self._device.type == "cuda":
+            self._short = open_short_sums(self, self._shard, self._device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._short is not None and self._short.takes(x):
+            return self._short.reduce.all_reduce(x)
         dist.all_reduce(x)
         return x
 
@@ -55,6 +72,8 @@ class TorchCollectives:
         return x
 
     def close(self) -> None:
+        if self._short is not None:
+            self._short.regions.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -47,6 +47,7 @@ def be_rank(
     collectives = TorchCollectives(
         rank=rank, size=2, host=HOST, port=port, device=torch.device("cuda", rank), timeout_s=WAIT_S
     )
+    collectives.prove()
     if rank == 1:
         verifier, rounds = build_follower(config, facts, shard=shard, collectives=collectives)
         assert (rounds is not None) == config.graphs

@@ -1,0 +1,104 @@
+"""Launches all_reduce.cu: sums over ranks that read one another's memory, for short messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kdray.errors import KernelError
+from kdray.kernels.loader import KernelLoader
+
+# As in all_reduce.cu.
+THREADS, BLOCKS, MAX_RANKS = 256, 16, 8
+FLAG_BYTES = MAX_RANKS * BLOCKS * 4
+VECTOR_BYTES = 16
+HANDLE_BYTES = 64
+DTYPES = (torch.bfloat16, torch.float32)
+
+Gather = Callable[[Tensor], Tensor]
+
+
+def defines(dtype: torch.dtype) -> dict[str, str | int]:
+    return {"BF16": int(dtype == torch.bfloat16)}
+
+
+class OneShotReduce:
+    """The ranks of one host, each with a region of memory that all others have opened.
+
+    All ranks make the same calls in the same order, on one stream each; calls may be captured in
+    CUDA graphs that all ranks replay alike.
+    """
+
+    def __init__(
+        self, loader: KernelLoader, regions: Sequence[int], rank: int, capacity_bytes: int
+    ) -> None:
+        """regions: the ranks' addresses in this process, of region_bytes(capacity_bytes) each."""
+        if not 1 < len(regions) <= MAX_RANKS:
+            raise KernelError(f"all_reduce.cu serves 2 to {MAX_RANKS} ranks, not {len(regions)}")
+        self._loader = loader
+        self._rank = rank
+        self._capacity = capacity_bytes // VECTOR_BYTES
+        device = loader.device
+        self._regions = torch.tensor(list(regions), dtype=torch.int64, device=device)
+        self._sequence = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+
+    def takes(self, x: Tensor) -> bool:
+        size = x.numel() * x.itemsize
+        whole = x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0 == size % VECTOR_BYTES
+        return whole and x.dtype in DTYPES and 0 < size <= self._capacity * VECTOR_BYTES
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x summed over the ranks in place, the same bits on all of them."""
+        if not self.takes(x):
+            raise KernelError(
+                f"all_reduce takes no {tuple(x.shape)} of {x.dtype}: whole vectors of 16 bytes of "
+                f"bfloat16 or float32, up to {self._capacity * VECTOR_BYTES} bytes"
+            )
+        kernel = self._loader.get("all_reduce", "all_reduce", defines(x.dtype))
+        sizes = (len(self._regions), x.numel() * x.itemsize // VECTOR_BYTES, self._capacity)
+        kernel.launch(BLOCKS, THREADS, (x, self._regions, self._sequence, self._rank, *sizes))
+        return x
+
+
+class SharedRegions:
+    """This rank's region, and the others' as opened here (CUDA IPC); close() gives them back."""
+
+    def __init__(self, rank: int, capacity_bytes: int, gather: Gather) -> None:
+        """gather: [1, 64] uint8 of every rank -> [ranks, 64], in rank order.
+
+        Raises KernelError where a GPU cannot open another's memory.
+        """
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        self._own: int = runtime.malloc(region_bytes(capacity_bytes))
+        runtime.memset(self._own, 0, region_bytes(capacity_bytes))
+        runtime.deviceSynchronize()
+        handle = torch.frombuffer(bytearray(runtime.ipcGetMemHandle(self._own)), dtype=torch.uint8)
+        handles = gather(handle[None])
+        self._opened: dict[int, int] = {}
+        try:
+            for other, row in enumerate(handles):
+                if other != rank:
+                    self._opened[other] = runtime.ipcOpenMemHandle(bytes(row.tolist()))
+        except runtime.CUDARuntimeError as error:
+            self.close()
+            raise KernelError(f"rank {rank} cannot open another GPU's memory: {error}") from error
+        self.addresses = [self._opened.get(other, self._own) for other in range(len(handles))]
+
+    def close(self) -> None:
+        import cupy
+
+        for address in self._opened.values():
+            cupy.cuda.runtime.ipcCloseMemHandle(address)
+        self._opened = {}
+        if self._own:
+            cupy.cuda.runtime.free(self._own)
+            self._own = 0
+
+
+def region_bytes(capacity_bytes: int) -> int:
+    """Flags, and two buffers."""
+    return FLAG_BYTES + 2 * (capacity_bytes // VECTOR_BYTES) * VECTOR_BYTES

@@ -1,0 +1,82 @@
+"""all_reduce.cu between two GPUs: every sum of 100,000 launches, in graphs and out, and by NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.queues import SimpleQueue
+
+import pytest
+import torch
+
+from kdray.kernels.cuda_reduce import OneShotReduce, SharedRegions
+from kdray.kernels.graphs import record
+from kdray.kernels.loader import KernelLoader
+from kdray.model.parallel import Shard
+from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.short_sums import CAPACITY_BYTES, SIZES, open_short_sums
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+WAIT_S, HOST = 180.0, "127.0.0.1"
+LAUNCHES, A_GRAPH = 100_000, 100
+
+
+def be_rank(rank: int, port: int, said: SimpleQueue[tuple[int, int, int]]) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    collectives = TorchCollectives(
+        rank=rank, size=2, host=HOST, port=port, device=device, timeout_s=WAIT_S
+    )
+
+    def gather(handle: torch.Tensor) -> torch.Tensor:
+        joined = collectives.all_gather(handle.int().to(device))
+        return joined.view(2, -1).to(torch.uint8).cpu()
+
+    regions = SharedRegions(rank, CAPACITY_BYTES, gather)
+    reduce = OneShotReduce(KernelLoader(device), regions.addresses, rank, CAPACITY_BYTES)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    counter = torch.zeros((), dtype=torch.int64, device=device)
+    place = torch.arange(3 * 7168, device=device)
+    x = torch.empty(3 * 7168, dtype=torch.bfloat16, device=device)
+
+    def pattern(of: int) -> torch.Tensor:
+        """Small integers, exact in bf16, other ones for every launch and rank."""
+        return (place * 7 + counter * 13 + of * 29) % 61
+
+    def run() -> None:
+        for _ in range(A_GRAPH):
+            counter.add_(1)
+            x.copy_(pattern(rank))
+            reduce.all_reduce(x)
+            wrong.add_((x != (pattern(0) + pattern(1)).to(x.dtype)).sum())
+
+    replay = record(run, torch.cuda.graph_pool_handle())
+    for _ in range(LAUNCHES // A_GRAPH):
+        replay()
+    torch.cuda.synchronize()
+    sums = open_short_sums(collectives, Shard(rank, 2), device)
+    said.put((rank, int(wrong), sums.limit_bytes if sums is not None else 0))
+    regions.close()
+    collectives.close()
+
+
+def test_every_sum_of_very_many_launches_is_right() -> None:
+    context = multiprocessing.get_context("spawn")
+    store, port = open_store(HOST, WAIT_S)  # held until both have met
+    said: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
+    ranks = [context.Process(target=be_rank, args=(rank, port, said)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(WAIT_S)
+    ends = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    del store
+    assert ends == [0, 0]
+    (_, wrong, limit), (_, other_wrong, other_limit) = sorted(said.get() for _ in ranks)
+    assert wrong == other_wrong == 0
+    assert limit == other_limit and limit in (0, *SIZES)

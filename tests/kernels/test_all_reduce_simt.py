@@ -1,0 +1,86 @@
+"""all_reduce.cu's own source on the CPU: one rank's launches, the others' part laid out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdray.errors import KernelError
+from kdray.kernels.cuda_reduce import BLOCKS, FLAG_BYTES, MAX_RANKS, OneShotReduce, region_bytes
+from tests.kernels.simt_loader import simt_loader
+
+CAPACITY = 1 << 12
+
+
+class Ranks:
+    """The regions of `size` ranks in this process; the rank under test is `rank`."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.regions = [torch.zeros(region_bytes(CAPACITY), dtype=torch.uint8) for _ in range(size)]
+        self.rank = rank
+        addresses = [region.data_ptr() for region in self.regions]
+        self.reduce = OneShotReduce(simt_loader(), addresses, rank, CAPACITY)
+
+    def flags(self, rank: int) -> Tensor:
+        """[MAX_RANKS, BLOCKS]: what rank has been told, by whom."""
+        return self.regions[rank][:FLAG_BYTES].view(torch.int32).view(MAX_RANKS, BLOCKS)
+
+    def buffer(self, rank: int, launch: int, x: Tensor) -> Tensor:
+        start = FLAG_BYTES + launch % 2 * CAPACITY
+        size = x.numel() * x.itemsize
+        return self.regions[rank][start : start + size].view(x.dtype)
+
+    def arrive(self, launch: int, parts: list[Tensor]) -> None:
+        """What the other ranks write before and while the rank under test waits."""
+        for other, part in enumerate(parts):
+            if other != self.rank:
+                self.buffer(other, launch, part).copy_(part.flatten())
+                self.flags(self.rank)[other] = launch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1), (8, 7)])
+@pytest.mark.parametrize("numbers", [8, 264, 1024])
+def test_every_rank_s_numbers_are_summed_in_their_order(
+    size: int, rank: int, numbers: int, dtype: torch.dtype
+) -> None:
+    ranks = Ranks(size, rank)
+    generator = torch.Generator().manual_seed(size)
+    for launch in (1, 2, 3):
+        parts = [torch.randn(numbers, generator=generator).to(dtype) for _ in range(size)]
+        wanted = torch.zeros(numbers)
+        for part in parts:
+            wanted += part.float()
+        ranks.arrive(launch, parts)
+        mine = parts[rank].clone()
+        assert ranks.reduce.all_reduce(mine) is mine
+        assert torch.equal(mine, wanted.to(dtype))
+        assert torch.equal(ranks.buffer(rank, launch, mine), parts[rank])
+        for other in range(size):
+            assert (ranks.flags(other)[rank] == launch).all()
+
+
+def test_what_is_no_number_stays_so() -> None:
+    ranks = Ranks(2, 0)
+    parts = [torch.zeros(8, dtype=torch.bfloat16) for _ in range(2)]
+    parts[1][3] = torch.nan
+    parts[1][4] = torch.inf
+    ranks.arrive(1, parts)
+    mine = ranks.reduce.all_reduce(parts[0].clone())
+    assert mine[3].isnan() and mine[4].isinf() and mine.isfinite().sum() == 6
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(CAPACITY, dtype=torch.bfloat16),
+        torch.zeros(7, dtype=torch.bfloat16),
+        torch.zeros(8, dtype=torch.float16),
+        torch.zeros(8, 8)[:, ::2],
+    ],
+    ids=["too long", "half a vector", "float16", "strided"],
+)
+def test_what_it_does_not_take_is_refused(x: Tensor) -> None:
+    with pytest.raises(KernelError, match="16 bytes"):
+        Ranks(2, 0).reduce.all_reduce(x)
