@@ -31,7 +31,7 @@ from torch import Tensor
 from kdray.kernels import reference_gemm
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import CudaGemm
-from kdray.kernels.gemm_table import GemmShape
+from kdray.kernels.gemm_plan import GemmShape
 from kdray.kernels.loader import KernelLoader
 
 TOKENS = (1, 4, 8, 9, 16, 17, 32, 33, 64)

@@ -34,9 +34,7 @@ from gpu_timing import graph_us, need_gpu
 from kdray.kernels import cuda_gemm, gemm_table
 from kdray.kernels.cubin_cache import CubinCache
 from kdray.kernels.cuda_gemm import CudaGemm
-from kdray.kernels.gemm_table import (
-    MOST_RUNS,
-    MOST_STEPS,
+from kdray.kernels.gemm_plan import (
     TOKEN_TILE,
     TOKEN_TILES,
     GemmPlan,
@@ -44,6 +42,7 @@ from kdray.kernels.gemm_table import (
     candidates,
     estimated_us,
 )
+from kdray.kernels.gemm_table import MOST_RUNS, MOST_STEPS
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.nvrtc import read_source
 

@@ -13,25 +13,23 @@ import torch
 from torch import Tensor
 
 from kdray.kernels import reference_gemm
-from kdray.kernels.gemm_table import (
-    MOST_SUMS,
-    MOST_WARPS,
+from kdray.kernels.gemm_plan import (
     STEP,
     TOKEN_TILE,
     GemmPlan,
     GemmShape,
-    plan_for,
+    chunk_of,
+    shared_bytes,
     token_tiles_for,
 )
-from kdray.kernels.loader import MAX_BLOCK_BYTES, KernelLoader
+from kdray.kernels.gemm_table import plan_for
+from kdray.kernels.loader import KernelLoader
 
 WARP = 32
 VECTOR = 8  # bf16 numbers in 16 bytes
 MOST_GROUPS = 2  # of 64 tokens: a tree of 64 drafts has 65 rows
 MOST_TOKENS = 64 * MOST_GROUPS
 OUT_DTYPES = (torch.bfloat16, torch.float32)
-STATIC_BYTES = 128  # of a block: two barriers, and what aligns the rest
-LONGEST_CHUNK = 15
 WORK_BYTES = 16 << 20
 EMPTY = -1  # a word of the workspace that holds nothing
 
@@ -167,57 +165,6 @@ def defines(
         "GATED": int(gated),
         "OUT_FP32": int(dtype == torch.float32),
     }
-
-
-def fits(plan: GemmPlan, token_tiles: int) -> bool:
-    """Whether a block of it has room for sums and for three steps of rows of x."""
-    sums = token_tiles * plan.row_tiles
-    most = MOST_WARPS // 2 if sums >= MOST_SUMS else MOST_WARPS
-    least = _ring_bytes(plan) + 2 * 3 * _step_bytes(plan, token_tiles)
-    return (
-        sums <= MOST_SUMS
-        and plan.warps <= most
-        and max(least, _sum_bytes(plan, token_tiles)) <= MAX_BLOCK_BYTES - STATIC_BYTES
-    )
-
-
-@cache
-def chunk_of(plan: GemmPlan, token_tiles: int, steps: int) -> int:
-    """Steps of x that come at once: an odd number, which keeps its rows in different banks."""
-    longest = -(-steps // plan.runs)
-    room = MAX_BLOCK_BYTES - STATIC_BYTES - _ring_bytes(plan)
-    whole = room // _step_bytes(plan, token_tiles)
-    at_once = longest + 1 - longest % 2
-    if at_once <= min(whole, LONGEST_CHUNK):
-        return at_once
-    return min(_odd(whole // 2), LONGEST_CHUNK)
-
-
-@cache
-def shared_bytes(plan: GemmPlan, token_tiles: int, steps: int) -> int:
-    """Dynamic shared memory of a block: rings and rows of x, then, in their place, sums."""
-    chunk = chunk_of(plan, token_tiles, steps)
-    buffers = 1 if -(-steps // plan.runs) <= chunk else 2
-    rows = buffers * chunk * _step_bytes(plan, token_tiles)
-    return max(_ring_bytes(plan) + rows, _sum_bytes(plan, token_tiles))
-
-
-def _ring_bytes(plan: GemmPlan) -> int:
-    return plan.warps * plan.slots * plan.row_tiles * 1024
-
-
-def _step_bytes(plan: GemmPlan, token_tiles: int) -> int:
-    """A step of x for all of the block's runs."""
-    return plan.warps_k * token_tiles * TOKEN_TILE * STEP * 2
-
-
-def _sum_bytes(plan: GemmPlan, token_tiles: int) -> int:
-    return plan.warps_k * token_tiles * TOKEN_TILE * (plan.rows + 4) * 4
-
-
-def _odd(n: int) -> int:
-    """The largest odd number that is not above."""
-    return n if n % 2 else n - 1
 
 
 def _in_steps(x: Tensor, unit: int) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import MOST_TOKENS, CudaGemm
-from kdray.kernels.gemm_table import GemmShape, candidates, runs_of
+from kdray.kernels.gemm_plan import GemmShape, candidates
+from kdray.kernels.gemm_table import runs_of
 from kdray.kernels.loader import KernelLoader
 from tests.kernels import gemm_cases as cases
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdray.kernels import cuda_gemm, reference_gemm
 from kdray.kernels.cuda_gemm import CudaGemm
-from kdray.kernels.gemm_table import GemmPlan
+from kdray.kernels.gemm_plan import GemmPlan
 
 SUM_ERROR = 2**-20
 BF16_ERROR = 2**-8  # half of the last bit's weight

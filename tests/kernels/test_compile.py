@@ -18,8 +18,10 @@ from kdray.kernels import (
     cuda_sampling,
     cuda_topk,
     cuda_trees,
+    gemm_plan,
 )
-from kdray.kernels.gemm_table import TOKEN_TILES, GemmShape, plan_for
+from kdray.kernels.gemm_plan import STATIC_BYTES, TOKEN_TILES, GemmShape
+from kdray.kernels.gemm_table import plan_for
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 from tests.kernels.fused_cases import RULES
@@ -158,8 +160,8 @@ def test_draft_attention_fits_with_its_dynamic_memory(shape: tuple[int, int]) ->
 def test_products_fit_with_their_dynamic_memory() -> None:
     for (shape, _, _), tiles in GEMM_CASES:
         plan = plan_for(shape, tiles)
-        assert cuda_gemm.fits(plan, tiles)
-        whole = cuda_gemm.shared_bytes(plan, tiles, shape.steps) + cuda_gemm.STATIC_BYTES
+        assert gemm_plan.fits(plan, tiles)
+        whole = gemm_plan.shared_bytes(plan, tiles, shape.steps) + STATIC_BYTES
         assert whole <= MAX_BLOCK_BYTES, (shape, plan)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kdray.kernels.cuda_gemm import CudaGemm
-from kdray.kernels.gemm_table import GemmPlan
+from kdray.kernels.gemm_plan import GemmPlan
 from tests.kernels import gemm_cases as cases
 from tests.kernels.simt_loader import simt_loader
 

@@ -1,0 +1,160 @@
+"""How one product of few rows may be cut for skinny_gemm.cu, what fits a block, and what it costs.
+
+Nothing here changes a bit but the number of runs: bits hang on it and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from kdray.kernels.loader import MAX_BLOCK_BYTES
+
+STEP = 32  # inputs a warp multiplies at a time
+TILE = 16  # outputs
+TOKEN_TILE = 8
+TOKEN_TILES = (1, 2, 4, 8)  # what the kernel is compiled for
+MOST_SPLIT, MOST_WARPS = 16, 16
+MOST_SUMS = 16  # tiles a warp holds
+STATIC_BYTES = 128  # of a block: two barriers, and what aligns the rest
+LONGEST_CHUNK = 15  # steps of x that come at once
+
+# Of the estimate: bytes a microsecond from memory and from L2, multiprocessors, the bytes each must
+# have asked for, microseconds of a merge between blocks.
+MEMORY_SPEED, L2_SPEED = 4.2e6, 5.5e6
+PROCESSORS = 132
+BYTES_IN_FLIGHT = 28 * 1024
+MERGE_US = 1.5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GemmShape:
+    """A matrix of [outputs, inputs], or one for each head."""
+
+    inputs: int
+    outputs: int
+    heads: int = 1
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // STEP
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.outputs // TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """How one launch is cut.
+
+    row_tiles   tiles of 16 outputs a warp
+    warps_m     warps of a block beside each other over outputs
+    warps_k     over runs of inputs; with `split` blocks they are all of the shape's runs
+    slots       steps of weights a warp has room for
+    """
+
+    row_tiles: int
+    warps_m: int
+    warps_k: int
+    split: int
+    slots: int
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_k
+
+    @property
+    def runs(self) -> int:
+        return self.warps_k * self.split
+
+    @property
+    def rows(self) -> int:
+        """Outputs a block."""
+        return TILE * self.row_tiles * self.warps_m
+
+
+def token_tiles_for(tokens: int) -> int:
+    """The least that hold the tokens, or the most there are."""
+    return next((n for n in TOKEN_TILES if TOKEN_TILE * n >= tokens), TOKEN_TILES[-1])
+
+
+def candidates(runs: int, token_tiles: int) -> Iterator[GemmPlan]:
+    """All that the kernel can be compiled for and that fits a block."""
+    for row_tiles in (1, 2):
+        for warps_m in (1, 2, 4, 8):
+            for warps_k in (1, 2, 4, 8, 16):
+                for slots in (4, 8):
+                    if runs % warps_k or runs // warps_k > MOST_SPLIT:
+                        continue
+                    plan = GemmPlan(row_tiles, warps_m, warps_k, runs // warps_k, slots)
+                    if fits(plan, token_tiles):
+                        yield plan
+
+
+def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
+    """A guess good enough to begin with: what memory, L2 and the merge take."""
+    tokens = TOKEN_TILE * token_tiles
+    across = -(-shape.outputs // plan.rows)
+    blocks = across * plan.split * shape.heads
+    steps = min(plan.slots - 1, shape.steps / plan.runs)
+    asked = plan.warps * plan.row_tiles * steps * TILE * STEP * 2
+    busy = min(1.0, blocks / PROCESSORS)
+    busy *= min(1.0, max(1.0, blocks / PROCESSORS) * asked / BYTES_IN_FLIGHT)
+    weights = 2 * shape.inputs * shape.outputs * shape.heads
+    rows = 2 * tokens * shape.inputs * across * shape.heads
+    partials = 8 * (plan.split - 1) * tokens * shape.outputs * shape.heads
+    merge = MERGE_US if plan.split > 1 else 0.0
+    return max(weights / MEMORY_SPEED / busy, (weights + rows + partials) / L2_SPEED) + merge
+
+
+def fits(plan: GemmPlan, token_tiles: int) -> bool:
+    """Whether a block of it has room for sums and for three steps of rows of x."""
+    sums = token_tiles * plan.row_tiles
+    most = MOST_WARPS // 2 if sums >= MOST_SUMS else MOST_WARPS
+    least = _ring_bytes(plan) + 2 * 3 * _step_bytes(plan, token_tiles)
+    return (
+        sums <= MOST_SUMS
+        and plan.warps <= most
+        and max(least, _sum_bytes(plan, token_tiles)) <= MAX_BLOCK_BYTES - STATIC_BYTES
+    )
+
+
+@cache
+def chunk_of(plan: GemmPlan, token_tiles: int, steps: int) -> int:
+    """Steps of x that come at once: an odd number, which keeps its rows in different banks."""
+    longest = -(-steps // plan.runs)
+    room = MAX_BLOCK_BYTES - STATIC_BYTES - _ring_bytes(plan)
+    whole = room // _step_bytes(plan, token_tiles)
+    at_once = longest + 1 - longest % 2
+    if at_once <= min(whole, LONGEST_CHUNK):
+        return at_once
+    return min(_odd(whole // 2), LONGEST_CHUNK)
+
+
+@cache
+def shared_bytes(plan: GemmPlan, token_tiles: int, steps: int) -> int:
+    """Dynamic shared memory of a block: rings and rows of x, then, in their place, sums."""
+    chunk = chunk_of(plan, token_tiles, steps)
+    buffers = 1 if -(-steps // plan.runs) <= chunk else 2
+    rows = buffers * chunk * _step_bytes(plan, token_tiles)
+    return max(_ring_bytes(plan) + rows, _sum_bytes(plan, token_tiles))
+
+
+def _ring_bytes(plan: GemmPlan) -> int:
+    return plan.warps * plan.slots * plan.row_tiles * 1024
+
+
+def _step_bytes(plan: GemmPlan, token_tiles: int) -> int:
+    """A step of x for all of the block's runs."""
+    return plan.warps_k * token_tiles * TOKEN_TILE * STEP * 2
+
+
+def _sum_bytes(plan: GemmPlan, token_tiles: int) -> int:
+    return plan.warps_k * token_tiles * TOKEN_TILE * (plan.rows + 4) * 4
+
+
+def _odd(n: int) -> int:
+    """The largest odd number that is not above."""
+    return n if n % 2 else n - 1
