@@ -26,10 +26,12 @@ from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
 from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
+from kdray.kernel_sizes import kernel_sizes
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
 from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps, load_round_ops
+from kdray.kernels.selftest import check_kernels
 from kdray.memory_plan import SPARE_PAGES, plan_of_start
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.drafter import DFlashDrafter, Drafter
@@ -85,6 +87,7 @@ def build_verifier(
     plan = plan_of_start(config, facts, shard.rank)
     _log.info("%s", plan.text())
     plan.check()
+    _check_kernels(config, facts, ops, round_ops, shard)
     model = TargetModel.load(
         facts.target,
         ops=ops,
@@ -103,6 +106,17 @@ def build_verifier(
         device=facts.device,
     )
     return Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)
+
+
+def _check_kernels(
+    config: EngineConfig, facts: EngineFacts, ops: Ops, round_ops: RoundOps | None, shard: Shard
+) -> None:
+    """KernelError where a kernel is wrong on this card."""
+    if facts.device.type == "cuda":
+        start = time.perf_counter()
+        with on_device(facts.device):
+            check_kernels(ops, round_ops, kernel_sizes(config, facts, shard), facts.device)
+        _log.info("every kernel is right on this card: %.1f s", time.perf_counter() - start)
 
 
 def build_engine(

@@ -43,19 +43,22 @@ class Router(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, weight: Tensor, bias: Tensor, ops: Ops) -> Router:
-        rule = RoutingRule(
-            top_k=config.num_experts_per_tok,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
-        return cls(ops, weight, bias.float(), rule)
+        return cls(ops, weight, bias.float(), routing_rule(config))
 
     def route(self, x: Tensor) -> Routing:
         """x [T, E] -> the chosen experts."""
         logits = self.ops.linear(x, self.weight, dtype=torch.float32)
         return Routing(*self.ops.route_experts(logits, self.bias, self.rule))
+
+
+def routing_rule(config: ModelConfig) -> RoutingRule:
+    return RoutingRule(
+        top_k=config.num_experts_per_tok,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
 
 
 class DenseMLP(NamedTuple):
