@@ -32,7 +32,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter", default=_DEFAULTS.drafter, metavar="auto|none|PATH", help="DFlash folder")
     add("--tp", type=int, default=_DEFAULTS.tp, metavar="N", help="tensor-parallel ranks")
     add("--device", choices=get_args(Device), default=_DEFAULTS.device, help="of every rank")
-    add("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help="of weights and activations")
+    add(
+        "--dtype",
+        choices=get_args(DType),
+        default=_DEFAULTS.dtype,
+        help="of weights and activations",
+    )
     add("--kv-dtype", choices=get_args(KVDType), default=_DEFAULTS.kv_dtype, help="of the KV cache")
     add("--mode", choices=get_args(Mode), default=_DEFAULTS.mode, help="how to speculate")
     add("--budget", type=int, default=_DEFAULTS.budget, metavar="B", help="draft nodes a tree")

@@ -96,8 +96,8 @@ def row_format(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     kept_as = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8}[config.kv_dtype]
     if kept_as != dtype and dtype != torch.bfloat16:
         raise ConfigError(
-            f"kv_dtype {config.kv_dtype!r} is for models that run in bfloat16, and this one runs in "
-            "float32; add dtype 'bfloat16' (--dtype bfloat16) or leave kv_dtype at 'auto'"
+            f"kv_dtype {config.kv_dtype!r} is for models that run in bfloat16, and this one runs "
+            "in float32; add dtype 'bfloat16' (--dtype bfloat16) or leave kv_dtype at 'auto'"
         )
     return RowFormat.of(model.kv_lora_rank, model.qk_rope_head_dim, kept_as)
 

@@ -216,9 +216,9 @@ class CudaAttention:
         schedule: AttentionSchedule,
         scale: float,
     ) -> None:
-        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype; for bfloat16 the
-        cache may have rows in fp8.
+        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype.
 
+        cache: may have rows in fp8 where the others are bfloat16 (latent_rows.py).
         schedule: of these rows, for as many heads and this dtype. May be captured.
         """
         _check(out, query, cache, rows)

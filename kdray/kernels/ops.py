@@ -177,9 +177,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """Absorbed MLA over the paged latent cache with a draft tree behind the prefix.
 
-        query [T, H, C + D], cache [S, C + D] (or rows in fp8, latent_rows.py) -> [T, H, C]: softmax(scale * q . key) over the
+        query [T, H, C + D], cache [S, C + D] -> [T, H, C]: softmax(scale * q . key) over the
         visible keys, values being the first C = latent_dim numbers of a key; softmax in fp32.
-        The rows' own KV is already in the cache.
+        The rows' own KV is already in the cache, which may have rows in fp8 (latent_rows.py).
         """
         ...
 

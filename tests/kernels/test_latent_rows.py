@@ -48,9 +48,7 @@ def test_what_is_written_is_read(sizes: tuple[int, int]) -> None:
     largest = latent.float().abs().amax(1, keepdim=True)
     assert (off <= latent.float().abs() * 2.0**-4 + largest * 2.0**-18).all()
     at = latent.float().abs().argmax(1, keepdim=True)
-    torch.testing.assert_close(
-        found.gather(1, at), latent.float().gather(1, at), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(found.gather(1, at), latent.float().gather(1, at), rtol=1e-6, atol=0)
 
 
 def test_halves_round_to_even() -> None:
