@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from kdray.config import EngineConfig
 from kdray.errors import PlacementError
 
 STRATEGY = "STRICT_PACK"
+_SILENT_S = 5.0  # of a wait for room; a longer one is worth a line
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +69,32 @@ def reserve(config: EngineConfig, placement: Placement) -> Room:
     total = ray.cluster_resources()
     # Of an accelerator's type a node offers 1, shared by all ranks.
     if any(total.get(kind, 0) < config.tp * amount for kind, amount in bundle.items()):
-        raise _does_not_fit(config, bundle, "")  # and no waiting can help
+        raise PlacementError(f"{_lack(config, bundle)}. {_remedy(config)}")  # no wait can help
     group: PlacementGroup = placement_group([bundle] * config.tp, strategy=STRATEGY)
-    if group.wait(config.start_timeout_s):
+    longest = config.start_timeout_s
+    silent = min(_SILENT_S, longest)
+    if group.wait(silent):
         return Room(group=group)
-    waited = f" after {config.start_timeout_s:g} s (start_timeout_s)"
-    error = _does_not_fit(config, bundle, waited)
+    _log.warning("%s: waiting up to %g s (start_timeout_s)", _lack(config, bundle), longest)
+    if group.wait(longest - silent):
+        return Room(group=group)
+    error = PlacementError(
+        f"{_lack(config, bundle)} after {longest:g} s (start_timeout_s). End the endpoint or job "
+        "that holds what is missing, or wait longer"
+    )
     remove_placement_group(group)
     raise error
 
 
-def _does_not_fit(config: EngineConfig, bundle: dict[str, float], waited: str) -> PlacementError:
+def _lack(config: EngineConfig, bundle: dict[str, float]) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(f"{total.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in sorted(bundle))
-    return PlacementError(
-        f"{config.tp} ranks need {config.tp} x {bundle} on one node; "
-        f"the cluster has {has}{waited}. Free the resources, lower --tp, or take --device cpu"
-    )
+    ranks = "1 rank needs" if config.tp == 1 else f"{config.tp} ranks need"
+    return f"{ranks} {config.tp} x {bundle} on one node; the cluster has {has}"
+
+
+def _remedy(config: EngineConfig) -> str:
+    fewer = "Lower tp" if config.tp > 1 else "Add a node"
+    if config.device == "cuda":
+        return f"{fewer}, or take device cpu"
+    return f"{fewer}, or let ray start count more cores (--num-cpus)"

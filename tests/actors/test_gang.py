@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file, save_file
 
 from kdray.actors.gang import Gang
@@ -119,7 +120,22 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
 def test_a_gang_that_does_not_fit_says_what_there_is(folder: Path) -> None:
     error = start_fails(folder, tp=64, start_timeout_s=1.0)
     assert isinstance(error, PlacementError)
-    assert "64 ranks" in str(error) and "CPU" in str(error)
+    assert "64 ranks" in str(error) and "CPU" in str(error) and "Lower tp" in str(error)
+
+
+def test_a_gang_that_others_leave_no_room_says_so_while_it_waits(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = int(ray.cluster_resources()["CPU"])
+    others = placement_group([{"CPU": 1}] * cores)
+    assert others.wait(60)
+    try:
+        with pytest.raises(PlacementError, match=r"1 rank needs .*\(0 free\) after 0\.5 s"):
+            Gang.start(model_config(folder, start_timeout_s=0.5))
+    finally:
+        remove_placement_group(others)
+    [line] = [record.message for record in caplog.records if record.name == "kdray.actors.room"]
+    assert "waiting up to 0.5 s" in line
 
 
 def test_a_wrong_request_is_refused_to_its_caller(folder: Path) -> None:
