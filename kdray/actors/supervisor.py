@@ -22,6 +22,7 @@ from kdray.actors.room import Room
 from kdray.actors.watchdog import Fault, FaultKind, fault_of
 from kdray.config import EngineConfig
 from kdray.errors import EngineClosed, KdrayError, RankFailed
+from kdray.logs import show_logs
 
 _log = logging.getLogger(__name__)
 
@@ -34,12 +35,14 @@ class Incarnation:
     driver   the driver actor of this gang
     info     what it said of itself (kdray.actors.driver_actor.DriverActor.info)
     hangs    gangs before it that were given up because they hung
+    cause    what ended the gang before it; empty for the first
     """
 
     number: int
     driver: ActorHandle[Any]
     info: dict[str, Any]
     hangs: int
+    cause: str = ""
 
 
 class Supervisor:
@@ -50,6 +53,7 @@ class Supervisor:
     """
 
     def __init__(self, config: EngineConfig, placement: Placement, room: Room) -> None:
+        show_logs()
         self._config = config
         self._placement = placement
         self._room = room
@@ -134,7 +138,7 @@ class Supervisor:
                 await self._give_up(f"{cause} (given up {spent})")
                 return
             number += 1
-            await self._set_up(gang, number)
+            await self._set_up(gang, number, fault.cause)
             _log.warning("incarnation %d is up", number)
 
     async def _fault_of(self, gang: Gang) -> Fault:
@@ -159,11 +163,11 @@ class Supervisor:
         self._gang = await _uncancelled(starting)
         return self._gang
 
-    async def _set_up(self, gang: Gang, number: int) -> None:
+    async def _set_up(self, gang: Gang, number: int, cause: str = "") -> None:
         self._lost.clear()
         async with self._changed:
             self._current = Incarnation(
-                number=number, driver=gang.driver, info=gang.info, hangs=self._hangs
+                number=number, driver=gang.driver, info=gang.info, hangs=self._hangs, cause=cause
             )
             self._changed.notify_all()
 

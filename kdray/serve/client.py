@@ -149,5 +149,5 @@ def _unwrapped(error: Exception) -> Exception:
         return RankFailed(f"{type(error.cause).__name__}: {error.cause}")
     if isinstance(error, RayActorError):
         # Ray's own text tells clients of processes and addresses: it is for the log.
-        return EngineClosed("the driver actor died; the endpoint's log says more")
+        return EngineClosed("the driver actor died; the supervisor's log says why")
     return error

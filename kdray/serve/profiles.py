@@ -41,4 +41,4 @@ async def _result(call: Awaitable[Any]) -> Any:
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayActorError:
-        raise EngineClosed("the driver actor died; the endpoint's log says more") from None
+        raise EngineClosed("the driver actor died; the supervisor's log says why") from None

@@ -202,9 +202,11 @@ class ReplayingClient:
         self.events.add("watchdog_expirations_total", incarnation.hangs - self._hangs)
         self._hangs = incarnation.hangs
         log.warning(
-            "the engine is up again: incarnation %d, %d requests to go on with",
+            "the engine is up again: incarnation %d, %d requests to go on with; what ended the one "
+            "before: %s",
             incarnation.number,
             len(self._open),
+            incarnation.cause,
         )
 
 
@@ -220,4 +222,4 @@ async def _ask(supervisor: ActorHandle[Any], after: int) -> Incarnation:
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, KdrayError) else error) from None
     except RayActorError:
-        raise EngineClosed("the engine's supervisor is gone; its log says more") from None
+        raise EngineClosed("the engine's supervisor is gone") from None
