@@ -130,7 +130,8 @@ def prepare(host: str, port: int) -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     if _APPLICATION in serve.status().applications:
         raise ConfigError(
-            "a kdray already runs on this Ray cluster: stop its job first, or use another cluster"
+            "a kdray already runs on this Ray cluster: stop it first (ray job stop where a job "
+            "serves it, else serve shutdown), or use another cluster"
         )
     if not _listens(host, port):
         raise ConfigError(

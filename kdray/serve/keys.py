@@ -63,7 +63,7 @@ class KeyRing:
             raise Refused(
                 Failure(
                     status=403,
-                    message=f"control is closed: no admin key is set (--admin-key-file or "
+                    message=f"control is closed: no admin key is set (admin_key_file or "
                     f"{ADMIN_KEYS_ENV})",
                     kind=INVALID,
                     code="no_admin_key",
@@ -93,8 +93,9 @@ def check_bind(host: str, keys: KeyRing, *, keyless: bool) -> None:
     if is_loopback(host) or keys.api or keyless:
         return
     raise ConfigError(
-        f"{host} opens the endpoint to the network without any key: give --api-key-file or "
-        f"{API_KEYS_ENV}, listen on 127.0.0.1, or allow it (--keyless)"
+        f"{host} opens the endpoint to the network without any key: give api_key_file "
+        f"(--api-key-file) or {API_KEYS_ENV}, listen on 127.0.0.1, or allow it with keyless: true "
+        "(--keyless)"
     )
 
 
