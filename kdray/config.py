@@ -68,8 +68,8 @@ class EngineConfig:
     drafter             "auto" (the demo's own for the demo, else none), "none", or a DFlash folder
     tp                  tensor-parallel ranks, one process (and one GPU) each
     dtype               "auto": float32 on a CPU, bfloat16 on a GPU
-    kv_dtype            of the target's KV. "auto": as dtype; "fp8", for models that run in bfloat16:
-                        latents in 8 bits with a scale a row, 44 % fewer bytes for Kimi
+    kv_dtype            of the target's KV. "auto": as dtype; "fp8", for models in bfloat16: latents
+                        in 8 bits with a scale a row, 44 % fewer bytes for Kimi
     mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
     candidates          K, the drafter's best tokens kept at every depth
     max_requests        requests that run at the same time; further ones wait
