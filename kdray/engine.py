@@ -87,7 +87,7 @@ def build_verifier(
     plan = plan_of_start(config, facts, shard.rank)
     _log.info("%s", plan.text())
     plan.check()
-    _check_kernels(config, facts, ops, round_ops, shard)
+    _check_kernels(config, facts, shard, with_rounds=round_ops is not None)
     model = TargetModel.load(
         facts.target,
         ops=ops,
@@ -109,13 +109,15 @@ def build_verifier(
 
 
 def _check_kernels(
-    config: EngineConfig, facts: EngineFacts, ops: Ops, round_ops: RoundOps | None, shard: Shard
+    config: EngineConfig, facts: EngineFacts, shard: Shard, *, with_rounds: bool
 ) -> None:
-    """KernelError where a kernel is wrong on this card."""
+    """KernelError where a kernel is wrong on this card. By ops of its own, which keep nothing."""
     if facts.device.type == "cuda":
         start = time.perf_counter()
         with on_device(facts.device):
-            check_kernels(ops, round_ops, kernel_sizes(config, facts, shard), facts.device)
+            rounds = load_round_ops(facts.device) if with_rounds else None
+            sizes = kernel_sizes(config, facts, shard)
+            check_kernels(load_ops(facts.device), rounds, sizes, facts.device)
         _log.info("every kernel is right on this card: %.1f s", time.perf_counter() - start)
 
 

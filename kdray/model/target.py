@@ -94,9 +94,12 @@ class TargetModel:
                 device=device,
                 threads=threads or load_threads(device),
             )
-            return cls.read(
+            model = cls.read(
                 reader, ops=ops, collectives=collectives, norm_eps_qkv=eps, taps=tuple(taps)
             )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what packing took is for pages
+        return model
 
     @classmethod
     def read(
