@@ -21,11 +21,11 @@ STATIC_BYTES = 128  # of a block: two barriers, and what aligns the rest
 LONGEST_CHUNK = 15  # steps of x that come at once
 
 # Of the estimate: bytes a microsecond from memory and from L2, multiprocessors, the bytes each must
-# have asked for, microseconds of a merge between blocks.
+# have asked for, microseconds of a merge between blocks and of each part of it.
 MEMORY_SPEED, L2_SPEED = 4.2e6, 5.5e6
 PROCESSORS = 132
 BYTES_IN_FLIGHT = 28 * 1024
-MERGE_US = 1.5
+MERGE_US, PART_US = 1.5, 0.05
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,14 +98,14 @@ def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
     tokens = TOKEN_TILE * token_tiles
     across = -(-shape.outputs // plan.rows)
     blocks = across * plan.split * shape.heads
-    steps = min(plan.slots - 1, shape.steps / plan.runs)
+    steps = min(plan.slots, shape.steps / plan.runs)
     asked = plan.warps * plan.row_tiles * steps * TILE * STEP * 2
     busy = min(1.0, blocks / PROCESSORS)
     busy *= min(1.0, max(1.0, blocks / PROCESSORS) * asked / BYTES_IN_FLIGHT)
     weights = 2 * shape.inputs * shape.outputs * shape.heads
     rows = 2 * tokens * shape.inputs * across * shape.heads
     partials = 8 * (plan.split - 1) * tokens * shape.outputs * shape.heads
-    merge = MERGE_US if plan.split > 1 else 0.0
+    merge = MERGE_US + PART_US * plan.split if plan.split > 1 else 0.0
     return max(weights / MEMORY_SPEED / busy, (weights + rows + partials) / L2_SPEED) + merge
 
 

@@ -78,7 +78,8 @@ constexpr int PART_STRIDE = ROWS + 4;              // so that a warp's sums go t
 constexpr int X_STRIDE = CHUNK * 64;               // bytes; odd in halves of the banks' width
 constexpr int TILE_OUTPUTS = GATED ? 8 : 16;       // a tile is 8 gate rows, then their up rows
 static_assert(CHUNK % 2 == 1, "rows of x must lie in different halves of the banks");
-static_assert(SLOTS >= 3, "a step to read, one to come, one to be overwritten");
+constexpr bool FEW_SUMS = TOKEN_TILES == 1 && ROW_TILES == 1;
+static_assert(SLOTS >= 3, "a step to read and some to come");
 static_assert((SLICES & (SLICES - 1)) == 0, "runs merge as a balanced tree");
 static_assert(!(GATED && OUT_FP32), "gates are bfloat16");
 
@@ -154,20 +155,60 @@ struct Rows {
 
 typedef float Sums[ROW_TILES][TOKEN_TILES][4];
 
-// Adds one step. `rows` is where the lane's share of x lies.
-__device__ __forceinline__ void multiply(Sums& sum, const Ring& ring, int step, SharedAddress rows)
-{
-    uint4 w[Ring::PARTS];
+// A lane's weights of one step.
+struct Weights {
+    uint4 part[Ring::PARTS];
+
+    __device__ void load(const Ring& ring, int step)
+    {
 #pragma unroll
-    for (int p = 0; p < Ring::PARTS; ++p) w[p] = ring.part(step, p);
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        const uint4 x = shared_vector(rows + n * 8 * X_STRIDE);
+        for (int p = 0; p < Ring::PARTS; ++p) part[p] = ring.part(step, p);
+    }
+    __device__ void multiply(Sums& sum, int n, const uint4& x) const
+    {
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
-            const uint4 &a = w[2 * m], &b = w[2 * m + 1];
+            const uint4 &a = part[2 * m], &b = part[2 * m + 1];
             multiply_add(sum[m][n], a.x, b.x, a.y, b.y, x.x, x.y);
             multiply_add(sum[m][n], a.z, b.z, a.w, b.w, x.z, x.w);
+        }
+    }
+};
+
+// Adds steps step .. end - 1. `rows` is where the lane's share of x lies, of the first.
+__device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int& step, int end,
+                                               SharedAddress rows)
+{
+    Weights now, next;
+    if (FEW_SUMS) {
+        // Products wait for one another, so the next step's operands come meanwhile.
+        uint4 x, next_x;
+        if (step >= end) return;
+        ring.wait<SLOTS - 1>();
+        now.load(ring, step);
+        x = shared_vector(rows);
+#pragma unroll 1
+        for (; step < end; ++step) {
+            rows += 64;
+            if (step + 1 < end) {
+                ring.wait<SLOTS - 2>();
+                next.load(ring, step + 1);
+                next_x = shared_vector(rows);
+            }
+            now.multiply(sum, 0, x);
+            ring.start(step + SLOTS);
+            now = next;
+            x = next_x;
+        }
+    } else {
+#pragma unroll 1
+        for (; step < end; ++step, rows += 64) {
+            ring.wait<SLOTS - 1>();
+            now.load(ring, step);
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n)
+                now.multiply(sum, n, shared_vector(rows + n * 8 * X_STRIDE));
+            ring.start(step + SLOTS);
         }
     }
 }
@@ -334,13 +375,8 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     for (int chunk = -2; chunk < chunks; ++chunk) {
         if (chunk >= 0) {
             rows.wait(chunk);
-            SharedAddress from = rows.buffer(chunk) + own_row * X_STRIDE + t * 16;
-            const int end = min((chunk + 1) * CHUNK, ring.steps);
-#pragma unroll 1
-            for (; step < end; ++step, from += 64) {
-                ring.advance(step);
-                multiply(sum, ring, step, from);
-            }
+            const SharedAddress from = rows.buffer(chunk) + own_row * X_STRIDE + t * 16;
+            multiply_steps(sum, ring, step, min((chunk + 1) * CHUNK, ring.steps), from);
         }
         if (chunk + 2 >= chunks) continue;
         if (chunk >= 0) __syncthreads();

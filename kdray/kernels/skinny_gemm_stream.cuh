@@ -77,9 +77,9 @@ inline uint4 load_relaxed(const uint4* from)
 
 #endif
 
-// One warp's weights: steps of 32 inputs by TILES tiles of 16 rows, with room for DEPTH
-// steps. A lane copies what its own fragments need and nobody else reads it, so there is no
-// barrier.
+// One warp's weights: steps of 32 inputs by TILES tiles of 16 rows, with room for DEPTH steps. A lane
+// copies what its own fragments need and nobody else reads it, so there is no barrier. A step takes
+// the place of the one DEPTH before it, when that has been multiplied.
 template <int TILES, int DEPTH>
 struct WeightRing {
     static constexpr int PARTS = 2 * TILES;  // rows g and g + 8 of each tile
@@ -99,17 +99,16 @@ struct WeightRing {
         }
         end_group();
     }
-    // Fills all slots but the one that is read next to last: its readers may not be done.
     __device__ void fill() const
     {
 #pragma unroll 1
-        for (int step = 0; step < DEPTH - 1; ++step) start(step);
+        for (int step = 0; step < DEPTH; ++step) start(step);
     }
-    // Waits for a step, and sends for the one that takes the place of the step before it.
-    __device__ void advance(int step) const
+    // Until a step has landed, behind which AHEAD have been started.
+    template <int AHEAD>
+    __device__ void wait() const
     {
-        wait_for_groups<DEPTH - 2>();
-        start(step + DEPTH - 1);
+        wait_for_groups<AHEAD>();
     }
     __device__ uint4 part(int step, int p) const
     {
