@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ _READABLE = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+
+
+class Part(NamedTuple):
+    """What `Checkpoint.tensor` is asked for."""
+
+    name: str
+    rows: slice | None = None
+    cols: slice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +189,10 @@ class Checkpoint:
         out = torch.empty(cut.shape, dtype=cut.dtype)
         fill(cut, out)
         return out
+
+    def several(self, parts: Sequence[Part]) -> list[Tensor]:
+        """tensor() of each."""
+        return [self.tensor(*part) for part in parts]
 
 
 def fill(cut: Cut, out: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kdray.errors import ConfigError
-from kdray.model.checkpoint import Checkpoint
+from kdray.model.checkpoint import Checkpoint, Part
 from kdray.model.config import INT4_GROUP
 
 PER_WORD = 8
@@ -68,9 +68,15 @@ def read_packed(
     checkpoint: Checkpoint, name: str, rows: slice | None = None, cols: slice | None = None
 ) -> PackedWeight:
     """The packed weight of linear `name`, or some outputs (rows) and inputs (cols) of it."""
-    packed = checkpoint.tensor(f"{name}.weight_packed", rows, _coarsen(cols, PER_WORD, name))
-    scale = checkpoint.tensor(f"{name}.weight_scale", rows, _coarsen(cols, INT4_GROUP, name))
-    return PackedWeight(packed, scale)
+    return PackedWeight(*checkpoint.several(packed_parts(name, rows, cols)))
+
+
+def packed_parts(name: str, rows: slice | None, cols: slice | None) -> tuple[Part, Part]:
+    """Where the words and the scales of some outputs and inputs lie."""
+    return (
+        Part(f"{name}.weight_packed", rows, _coarsen(cols, PER_WORD, name)),
+        Part(f"{name}.weight_scale", rows, _coarsen(cols, INT4_GROUP, name)),
+    )
 
 
 def _coarsen(cols: slice | None, unit: int, name: str) -> slice | None:

@@ -7,7 +7,7 @@ import torch
 from kdray.kernels.moe_layout import Int4, PackedExperts, pack, woven
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
-from kdray.model.int4 import read_packed, unpack
+from kdray.model.int4 import packed_parts, unpack
 from kdray.model.parallel import Shard
 
 AT_A_TIME = 16  # experts packed by one run of small kernels, which bounds what lies about
@@ -47,6 +47,7 @@ def _stacked(
     checkpoint: Checkpoint, names: list[str], rows: slice | None = None, cols: slice | None = None
 ) -> Int4:
     """[n, out, in] of n linears; scales of another dtype than bf16 are rounded to it."""
-    parts = [read_packed(checkpoint, name, rows, cols) for name in names]
-    packed, scale = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    parts = [packed_parts(name, rows, cols) for name in names]
+    tensors = checkpoint.several([part for pair in parts for part in pair])
+    packed, scale = torch.stack(tensors[::2]), torch.stack(tensors[1::2])
     return Int4(unpack(packed), scale.to(torch.bfloat16))

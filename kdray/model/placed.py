@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from kdray.model.checkpoint import (
     BLOCK_BYTES,
     Checkpoint,
     Cut,
+    Part,
     fill,
     keep_columns,
     refuse_broken_numbers,
@@ -32,13 +34,21 @@ class PlacedCheckpoint(Checkpoint):
 
     A thread takes BUFFERS + 1 blocks of host memory, which is pinned for a GPU.
     on_read   is told the bytes of every read, from any thread
+    threads   of its own, by which `several` reads
     """
 
     def __init__(
-        self, source: Checkpoint, device: torch.device, on_read: OnRead = lambda _: None
+        self,
+        source: Checkpoint,
+        device: torch.device,
+        on_read: OnRead = lambda _: None,
+        threads: int = 1,
     ) -> None:
         super().__init__(source.folder, source.tensors)
         self._device = device
+        self._pool = None
+        if threads > 1:
+            self._pool = ThreadPoolExecutor(threads, "kdray-read", enter_device, (device,))
         self._on_read = on_read
         self._behind = _ReadBehind(BEHIND_BYTES)
         self._own = threading.local()
@@ -54,11 +64,27 @@ class PlacedCheckpoint(Checkpoint):
         self._on_read(cut.num_bytes)
         return out
 
+    def several(self, parts: Sequence[Part]) -> list[Tensor]:
+        if self._pool is None:
+            return super().several(parts)
+        return list(self._pool.map(lambda part: self.tensor(*part), parts))
+
+    def close(self) -> None:
+        """End the threads, and give their buffers back."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
     def _stage(self) -> Stage:
         if not hasattr(self._own, "stage"):
             self._own.stage = Stage(self._device)
         stage: Stage = self._own.stage
         return stage
+
+
+def enter_device(device: torch.device) -> None:
+    """A new thread works on GPU 0 otherwise, which may be another rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,15 +85,19 @@ class TargetModel:
         check_checkpoint(checkpoint, config, shard)
         device = torch.device(device)
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
+        threads = threads or load_threads(device)
         total = bytes_to_read(checkpoint, config, shard)
-        with LoadProgress(total, f"weights of rank {shard.rank}") as progress:
+        with (
+            LoadProgress(total, f"weights of rank {shard.rank}") as progress,
+            closing(PlacedCheckpoint(checkpoint, device, progress.add, threads)) as placed,
+        ):
             reader = WeightReader(
-                checkpoint=PlacedCheckpoint(checkpoint, device, progress.add),
+                checkpoint=placed,
                 config=config,
                 shard=shard,
                 dtype=dtype,
                 device=device,
-                threads=threads or load_threads(device),
+                threads=threads,
             )
             model = cls.read(
                 reader, ops=ops, collectives=collectives, norm_eps_qkv=eps, taps=tuple(taps)

@@ -20,9 +20,11 @@ from kdray.model.mla import LatentAttention
 from kdray.model.moe import DenseMLP, MoE, PackedMoE, Router
 from kdray.model.packed_experts import are_packed, read_experts
 from kdray.model.parallel import Shard
+from kdray.model.placed import enter_device
 from kdray.model.rope import softmax_scale
 
 MOST_THREADS = 8
+LAYERS_AT_A_TIME = 3  # one is packed while the next ones are read
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ T = TypeVar("T")
 class WeightReader:
     """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32.
 
-    threads   that read a layer each at the same time
+    threads   above 1: some layers are read at the same time
     """
 
     checkpoint: Checkpoint
@@ -45,17 +47,13 @@ class WeightReader:
         layers = range(self.config.num_hidden_layers)
         if self.threads == 1:
             return tuple(read(layer) for layer in layers)
-        with ThreadPoolExecutor(self.threads, "kdray-load", self._enter_device) as pool:
+        most = min(self.threads, LAYERS_AT_A_TIME)
+        with ThreadPoolExecutor(most, "kdray-load", enter_device, (self.device,)) as pool:
             try:
                 return tuple(pool.map(read, layers))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def _enter_device(self) -> None:
-        """A new thread works on GPU 0 otherwise, which may be another rank's."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
 
     def plain(self, name: str, rows: slice | None = None) -> Tensor:
         return self._placed(self.checkpoint.tensor(f"{name}.weight", rows))

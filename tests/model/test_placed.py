@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from kdray.kernels.ops import load_ops
 from kdray.model import checkpoint as checkpoint_module
 from kdray.model import placed
-from kdray.model.checkpoint import Checkpoint
+from kdray.model.checkpoint import Checkpoint, Part
 from kdray.model.manifest import bytes_to_read
 from kdray.model.parallel import Shard
 from kdray.model.placed import PlacedCheckpoint, Stage
@@ -145,6 +145,19 @@ def test_threads_read_at_the_same_time_and_count_every_byte(folder: Path) -> Non
         rows = list(pool.map(lambda i: source.tensor("w", slice(i % 19, i % 19 + 1)), range(400)))
     assert all(torch.equal(row[0], whole[i % 19]) for i, row in enumerate(rows))
     assert counted[0] == 400 * 64
+
+
+def test_several_parts_come_in_their_order(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    parts = [Part("w", slice(i, i + 2), slice(0, 8)) for i in range(17)] + [Part("s"), Part("v")]
+    source = PlacedCheckpoint(checkpoint, CPU, threads=4)
+    for got, wanted in zip(source.several(parts), checkpoint.several(parts), strict=True):
+        assert torch.equal(got, wanted)
+    with pytest.raises(checkpoint_module.CheckpointError, match="tensor x is missing"):
+        source.several([Part("w"), Part("x")])
+    before = threading.active_count()
+    source.close()
+    assert threading.active_count() < before
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
