@@ -63,7 +63,8 @@ def card_found(device: torch.device, ranks: int) -> Card:
     """The device of this rank; on a CPU its part of the host's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Card(torch.cuda.get_device_name(device), total, total - free)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Card(torch.cuda.get_device_name(device), total, total - free - kept)
     return Card(f"1/{ranks} of this host" if ranks > 1 else "this host", host_bytes() // ranks)
 
 

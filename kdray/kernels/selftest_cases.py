@@ -122,6 +122,7 @@ def _per_head(ops: Ops, given: Inputs) -> Outputs:
     sizes = given.sizes
     x = given.drawn(12, 5, sizes.heads, sizes.nope)
     up = given.drawn(13, sizes.heads, sizes.latent, sizes.nope).mT * sizes.nope**-0.5
+    given.settle()
     return [ops.per_head(x, up)]
 
 
@@ -173,6 +174,7 @@ def _experts(ops: Ops, given: Inputs) -> Outputs:
         order = torch.rand(rows, used, generator=torch.Generator().manual_seed(rows)).argsort()
         chosen = torch.tensor(numbers)[order[:, : rule.top_k]].to(given.device)
         weight = given.drawn(23, *chosen.shape, dtype=torch.float32).abs()
+        given.settle()
         outputs.append(ops.moe_w4a16(x, chosen, weight, experts, shared))
     return outputs
 

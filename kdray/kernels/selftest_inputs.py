@@ -71,12 +71,20 @@ class Inputs:
         return numbers.to(self.device, dtype or self.sizes.dtype)
 
     def norm(self, width: int) -> SomeNorm:
-        return SomeNorm(1 + 0.1 * self.drawn(1, width), torch.tensor(1e-5, device=self.device))
+        weight = 1 + 0.1 * self.drawn(1, width)
+        self.settle()
+        return SomeNorm(weight, torch.tensor(1e-5, device=self.device))
 
     def matrix(self, seed: int, inputs: int, outputs: int) -> Tensor:
         """[in, out] as weights lie on a GPU: an output's side by side."""
         by_output: Tensor = self.drawn(seed, outputs, inputs) * inputs**-0.5
+        self.settle()
         return by_output.T
+
+    def settle(self) -> None:
+        """Kernels read weights before the launch in front has ended: those must lie there."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def rows_placed(self, count: int) -> SomeRows:
         angle = torch.arange(count, device=self.device)[:, None] * torch.ones(
