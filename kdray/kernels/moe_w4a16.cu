@@ -48,6 +48,11 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
 
+// A tile's number, and the number of 16 or 32 columns.
+struct Unit {
+    int tile, part;
+};
+
 // The units of one warp, first half, then second; all warps of a block have the same of the first.
 struct Units {
     Tiles tiles;
@@ -76,18 +81,23 @@ struct Units {
     __device__ int share() const { return max(0, min(SHARE, WIDE_STEPS - share_begin())); }
 
     __device__ bool is_first(int i) const { return i < num_first; }
-    __device__ int unit(int i) const { return is_first(i) ? first_unit(i) : second_unit(i); }
-    __device__ int parts(int i) const { return is_first(i) ? SLICES : WIDE_STEPS; }
+    __device__ Unit at(int i) const
+    {
+        const u32 unit = is_first(i) ? first_unit(i) : second_unit(i);
+        const u32 tile = is_first(i) ? unit / SLICES : unit / WIDE_STEPS;
+        return {(int)tile, (int)(unit - tile * (is_first(i) ? SLICES : WIDE_STEPS))};
+    }
     __device__ int steps(int i) const { return is_first(i) ? share() : INNER_STEPS; }
 
     // The warp's weights of its unit i.
     __device__ const unsigned char* weights(int i) const
     {
-        const bool first = is_first(i);
-        const int number = unit(i), of = parts(i);
-        const i64 part = (i64)tiles.at(number / of).expert * of + number % of;
-        const i64 step = part * (first ? WIDE_STEPS : INNER_STEPS) + (first ? share_begin() : 0);
-        return (first ? gate_up : down) + step * STEP_BYTES;
+        const Unit unit = at(i);
+        const i64 expert = tiles.at(unit.tile).expert;
+        if (is_first(i))
+            return gate_up +
+                   ((expert * SLICES + unit.part) * WIDE_STEPS + share_begin()) * STEP_BYTES;
+        return down + (expert * WIDE_STEPS + unit.part) * INNER_STEPS * STEP_BYTES;
     }
 };
 
@@ -100,32 +110,31 @@ struct Stream {
 
     __device__ void fill()
     {
-        while (ring.has_room()) {
+        while (ring.room > 0) {
             while (left == 0) {
                 if (unit == units.num_all) return;
                 from = units.weights(unit);
                 left = units.steps(unit++);
             }
             const int steps = min(left, SLOT_STEPS);
-            ring.bring(from, steps);
-            from += steps * STEP_BYTES;
+            ring.bring(from, steps * STEP_BYTES);
+            from += SLOT_BYTES;
             left -= steps;
         }
     }
 };
 
-// The lane's places in the rows of pairs; a pair's row is pair / per_row.
-__device__ __forceinline__ Inputs inputs_of(const Pairs& pairs, const u16* rows, int per_row,
-                                            int width, int begin)
+// The lane's places in the rows of pairs; a pair's row is pair / per_row. Columns without a pair take
+// the first pair's: they cost nothing, and nobody looks at what comes of them.
+__device__ __forceinline__ void find_rows(int (&at)[COLUMN_TILES], const Pairs& pairs, int per_row,
+                                          int width, int begin)
 {
-    Inputs in;
-    in.rows = rows;
+    const int first = pairs.at(0, 0);
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
-        const int pair = pairs.of[j];
-        in.at[j] = pair < 0 ? -1 : pair / per_row * width + begin * STEP + lane_id() % 4 * 8;
+        const int row = (pairs.of[j] < 0 ? first : pairs.of[j]) / per_row;
+        at[j] = row * width + begin * STEP + lane_id() % 4 * 8;
     }
-    return in;
 }
 
 __device__ __forceinline__ float silu(float x)
@@ -143,7 +152,7 @@ struct Adder {
     u32 round;
 
     // To be called by the whole block.
-    __device__ void add_up(const Pairs& pairs, int number, int slice, const Sums& sum)
+    __device__ void add_up(const Pairs& pairs, const Unit& unit, const Sums& sum)
     {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
@@ -163,10 +172,10 @@ struct Adder {
             }
             const int pair = pairs.at(j, lane % 4 * 2 + i % 2);
             if (pair >= 0)
-                inner[(i64)pair * INNER + slice * SLICE + lane / 4 * 2 + i / 2] =
+                inner[(i64)pair * INNER + unit.part * SLICE + lane / 4 * 2 + i / 2] =
                     (u16)bf16_pair(silu(gate) * up, 0.0f);
             __syncwarp();
-            if (lane == 0) add_acquire_release(&ready[number], 1);
+            if (lane == 0) add_acquire_release(&ready[unit.tile], 1);
         }
     }
 };
@@ -196,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared& s = *(Shared*)memory;
     const int warp = threadIdx.x / WARP;
     Units units;
-    Stream stream{units, {&s.ring[warp][0][0], s.landed[warp], 0, 0}, 0, 0, nullptr};
-    stream.ring.open();
+    Stream stream{units, {}, 0, 0, nullptr};
+    stream.ring.open(&s.ring[warp][0][0], s.landed[warp]);
     start_behind_previous();
 
     units.tiles = Tiles::of(tile, sorted, num_tiles, expert, num_pairs);
@@ -208,30 +217,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // One loop for both halves: instructions come slowly the first time.
     Adder adder{s, inner, ready, 0};
     Product product;
-    product.done = product.steps = 0;
+    product.left = 0;
     Pairs pairs;
     for (int i = -1;;) {
         stream.fill();
-        if (product.is_done()) {
+        if (product.left == 0) {
             if (i >= 0) {
-                const int number = units.unit(i), of = units.parts(i);
+                const Unit unit = units.at(i);
                 if (units.is_first(i))
-                    adder.add_up(pairs, number / of, number % of, product.sum);
+                    adder.add_up(pairs, unit, product.sum);
                 else
-                    store(partial, pairs, number % of, product.sum);
+                    store(partial, pairs, unit.part, product.sum);
             }
             if (++i == units.num_all) break;
             const bool first = units.is_first(i);
-            const int number = units.unit(i) / units.parts(i);
+            const int number = units.at(i).tile;
             pairs = units.tiles.pairs(units.tiles.at(number));
-            const Inputs inputs = inputs_of(pairs, first ? x : inner, first ? TOP_K : 1,
-                                            first ? WIDTH : INNER, first ? units.share_begin() : 0);
+            int rows[COLUMN_TILES];
+            find_rows(rows, pairs, first ? TOP_K : 1, first ? WIDTH : INNER,
+                      first ? units.share_begin() : 0);
             if (!first) {
                 if (lane_id() == 0) wait_for_blocks(&ready[number], ARRIVALS);
                 __syncwarp();
             }
-            product.begin(inputs, units.steps(i));
-            if (product.is_done()) continue;
+            product.start(first ? x : inner, rows, units.steps(i));
+            if (product.left == 0) continue;
         }
         product.go_on(stream.ring.oldest());
         stream.ring.drop_oldest();

@@ -4,6 +4,9 @@
 // two at a time. Lane 4 g + t multiplies them with inputs 8 t .. 8 t + 7 of rows g of each column
 // tile, which are 16 bytes in a row of activations: they come straight to registers. So no thread
 // waits for another's, and nothing but the ring goes through shared memory.
+//
+// An H200 reads a step in 34 cycles a multiprocessor, in which its warps issue 136 instructions: what
+// is done for every step counts, and every address here is a register and a constant.
 #pragma once
 
 #include "common.cuh"
@@ -16,110 +19,125 @@ constexpr int SLOT_STEPS = 2;
 constexpr int SLOT_BYTES = SLOT_STEPS * STEP_BYTES;
 constexpr int SLOTS = 3;
 
+#ifdef __CUDACC__
+
+// (word & 0x000f000f) | 0x43004300, which takes the compiler two instructions.
+__device__ __forceinline__ u32 nibble_pair(u32 word)
+{
+    u32 pair;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(0x000f000f), "r"(0x43004300));
+    return pair;
+}
+__device__ __forceinline__ uint4 load_four(SharedAddress from)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 load_two(SharedAddress from)
+{
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+#else
+
+inline u32 nibble_pair(u32 word) { return (word & 0x000f000fu) | 0x43004300u; }
+inline uint4 load_four(SharedAddress from) { return *(const uint4*)simt::shared_pointer(from, 16); }
+inline uint2 load_two(SharedAddress from) { return *(const uint2*)simt::shared_pointer(from, 8); }
+
+#endif
+
 // Sums of 32 outputs by 8 columns a tile: sum[j][m][i] is fragment m's c[i] (mma.cuh) of tile j.
 typedef float Sums[COLUMN_TILES][2][4];
 
-__device__ __forceinline__ void clear(Sums& sum)
-{
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[j][m][i] = 0.0f;
-}
-
-// Eight nibbles n to fragment A of n - 8: 0x4300 | n is 128 + n as bf16, exactly.
+// Eight nibbles n to fragment A of n + 128: 0x4300 | n is that as bf16, exactly.
 struct Fragment {
     u32 a[4];
 };
 __device__ __forceinline__ Fragment unpacked(u32 word)
 {
-    Fragment f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        f.a[i] = bf16_pair_sum((word >> 4 * i & 0x000f000fu) | 0x43004300u, 0xc308c308u);
-    return f;
+    return {{nibble_pair(word), nibble_pair(word >> 4), nibble_pair(word >> 8),
+             nibble_pair(word >> 12)}};
+}
+__device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, u32 b0, u32 b1)
+{
+    multiply_add(c, a.a[0], a.a[1], a.a[2], a.a[3], b0, b1);
 }
 
-// sum += a step's 32 outputs for the inputs in b. A group's scale goes on its 32 products' sum.
-__device__ __forceinline__ void multiply_step(Sums& sum, const unsigned char* step,
+// sum += a step's 32 outputs for the inputs in b. A weight is q = (n + 128) - 136: the products with
+// -136, one for all outputs, go first. A group's scale goes on its 32 products' sum.
+__device__ __forceinline__ void multiply_step(Sums& sum, SharedAddress words, SharedAddress scales,
                                               const uint4 (&b)[COLUMN_TILES])
 {
-    const int lane = lane_id();
-    const uint4 q = *(const uint4*)(step + 16 * lane);
-    const uint2 s = *(const uint2*)(step + SCALES_AT + 8 * (lane / 4));
+    const uint4 q = load_four(words);
+    const uint2 s = load_two(scales);
+    const Fragment zero{{0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u}};
+    const Fragment weights[2][2] = {{unpacked(q.x), unpacked(q.y)}, {unpacked(q.z), unpacked(q.w)}};
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        const Fragment first = unpacked(m ? q.z : q.x), second = unpacked(m ? q.w : q.y);
-        const u32 scales = m ? s.y : s.x;
+    for (int j = 0; j < COLUMN_TILES; ++j) {
+        float base[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        multiply_add(base, zero, b[j].x, b[j].y);
+        multiply_add(base, zero, b[j].z, b[j].w);
 #pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j) {
-            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            multiply_add(c, first.a[0], first.a[1], first.a[2], first.a[3], b[j].x, b[j].y);
-            multiply_add(c, second.a[0], second.a[1], second.a[2], second.a[3], b[j].z, b[j].w);
+        for (int m = 0; m < 2; ++m) {
+            float c[4] = {base[0], base[1], base[2], base[3]};
+            multiply_add(c, weights[m][0], b[j].x, b[j].y);
+            multiply_add(c, weights[m][1], b[j].z, b[j].w);
+            const u32 scale = m ? s.y : s.x;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                sum[j][m][i] += c[i] * (i < 2 ? bf16_low(scales) : bf16_high(scales));
+                sum[j][m][i] += c[i] * (i < 2 ? bf16_low(scale) : bf16_high(scale));
         }
     }
 }
 
-// One warp's slots.
+// One warp's slots, filled and read in turn.
 struct Ring {
-    unsigned char* slots;
-    u64* landed;  // a barrier a slot
-    u32 brought, taken;
+    SharedAddress slots, landed;  // landed: a barrier a slot
+    int in, out, parity, room;
 
-    // To be called by a whole warp; a barrier completes its phase when a slot's bytes have come.
-    __device__ void open()
+    // Functions of a whole warp. A barrier completes its phase when a slot's bytes have come.
+    __device__ void open(unsigned char* memory, u64* barriers)
     {
+        // By way of a shuffle, or the compiler finds the addresses anew each time.
+        slots = same_in_warp(shared_address(memory));
+        landed = same_in_warp(shared_address(barriers));
         if (lane_id() == 0) {
-            for (int i = 0; i < SLOTS; ++i) barrier_init(shared_address(&landed[i]), 1);
+            for (int i = 0; i < SLOTS; ++i) barrier_init(landed + 8 * i, 1);
             order_before_copies();
         }
-        brought = taken = 0;
+        in = out = parity = 0;
+        room = SLOTS;
         __syncwarp();
     }
-    __device__ bool has_room() const { return brought - taken < SLOTS; }
-
-    __device__ void bring(const unsigned char* from, int steps)
+    __device__ void bring(const unsigned char* from, int bytes)
     {
-        const u32 slot = brought++ % SLOTS;
         if (lane_id() == 0) {
-            const SharedAddress barrier = shared_address(&landed[slot]);
-            barrier_arrive_expecting(barrier, steps * STEP_BYTES);
-            copy_run_async(shared_address(slots + slot * SLOT_BYTES), from, steps * STEP_BYTES,
-                           barrier);
+            barrier_arrive_expecting(landed + 8 * in, bytes);
+            copy_run_async(slots + in * SLOT_BYTES, from, bytes, landed + 8 * in);
         }
+        in = in + 1 == SLOTS ? 0 : in + 1;
+        --room;
     }
     // The oldest slot brought, when it is there.
-    __device__ const unsigned char* oldest() const
+    __device__ SharedAddress oldest() const
     {
-        const u32 slot = taken % SLOTS;
-        barrier_wait(shared_address(&landed[slot]), (int)(taken / SLOTS & 1));
-        return slots + slot * SLOT_BYTES;
+        barrier_wait(landed + 8 * out, parity);
+        return slots + out * SLOT_BYTES;
     }
     __device__ void drop_oldest()
     {
-        ++taken;
-        __syncwarp();  // all lanes have read it: it may be filled anew
-    }
-};
-
-// The activations of a tile's columns, from some input on: at[j] is where the lane's eight numbers of
-// column 8 j + g begin, -1 where there is no such column.
-struct Inputs {
-    const u16* rows;
-    int at[COLUMN_TILES];
-
-    __device__ void load(uint4 (&b)[COLUMN_TILES], int step) const
-    {
-#pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j) {
-            b[j] = {0, 0, 0, 0};
-            if (at[j] >= 0) b[j] = load_shared_by_blocks((const uint4*)(rows + at[j] + step * STEP));
+        if (++out == SLOTS) {
+            out = 0;
+            parity ^= 1;
         }
+        ++room;
+        __syncwarp();  // all lanes have read it: it may be filled anew
     }
 };
 
@@ -130,41 +148,50 @@ constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : SLOT_STEPS;
 // the inputs, whatever else is in the tile.
 struct Product {
     Sums sum;
-    Inputs inputs;
     uint4 b[AHEAD][COLUMN_TILES];
-    int done, steps;
+    const u16* rows;
+    int next[COLUMN_TILES];  // where in rows they are, AHEAD steps on
+    int left;
 
-    __device__ void begin(const Inputs& given, int count)
+    // begin[j]: where in rows the lane's eight numbers of column 8 j + g begin.
+    __device__ void start(const u16* from, const int (&begin)[COLUMN_TILES], int steps)
     {
-        clear(sum);
-        inputs = given;
-        done = 0;
-        steps = count;
+        rows = from;
+        left = steps;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-            if (i < steps) inputs.load(b[i], i);
+        for (int j = 0; j < COLUMN_TILES; ++j) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[j][i / 4][i % 4] = 0.0f;
+            next[j] = begin[j];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i)
+                if (i < steps) b[i][j] = at(j, i);
+            next[j] += AHEAD * STEP;
+        }
     }
-    __device__ bool is_done() const { return done == steps; }
 
     // The next slot's steps.
-    __device__ void go_on(const unsigned char* slot)
+    __device__ void go_on(SharedAddress slot)
     {
+        const SharedAddress words = slot + 16 * lane_id();
+        const SharedAddress scales = slot + SCALES_AT + 8 * (lane_id() / 4);
 #pragma unroll AHEAD
-        for (int i = 0; i < SLOT_STEPS; ++i) {
-            if (is_done()) break;
-            const int later = done + AHEAD;
-            const unsigned char* const step = slot + i * STEP_BYTES;
-            if constexpr (AHEAD == 1) {
-                multiply_step(sum, step, b[0]);
-                if (later < steps) inputs.load(b[0], later);
-            } else {
-                uint4 now[COLUMN_TILES];
+        for (int i = 0; i < SLOT_STEPS; ++i)
+            if (i < left) {
+                // The next ones come into the same registers: a copy would wait for them.
+                multiply_step(sum, words + i * STEP_BYTES, scales + i * STEP_BYTES, b[i % AHEAD]);
+                if (left > i + AHEAD)
 #pragma unroll
-                for (int j = 0; j < COLUMN_TILES; ++j) now[j] = b[i][j];
-                if (later < steps) inputs.load(b[i], later);
-                multiply_step(sum, step, now);
+                    for (int j = 0; j < COLUMN_TILES; ++j) b[i % AHEAD][j] = at(j, i);
             }
-            ++done;
-        }
+        left = max(0, left - SLOT_STEPS);
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j) next[j] += SLOT_STEPS * STEP;
+    }
+
+private:
+    __device__ uint4 at(int j, int step) const
+    {
+        return load_shared_by_blocks((const uint4*)(rows + next[j] + step * STEP));
     }
 };
