@@ -119,12 +119,13 @@ struct Place {
     __device__ u32 slice() const { return blockIdx.y * WARPS_K + run; }
 };
 
-// The rows of x for the warp's run: two buffers of CHUNK steps, filled by the copy engine. The first
-// of the warps that share a run brings them; a barrier a buffer waits for all of the block's runs.
+// The rows of x for the warp's run: two buffers of CHUNK steps, filled by the copy engine. A lane's
+// copies go out one after another, so the warps that share a run take turns at its tokens. A barrier
+// a buffer waits for all of the block's runs.
 struct Rows {
     const Place& place;
-    const u16* x;          // the lane's row, the run's first step
-    int next_row;          // 32 tokens on, in numbers
+    const u16* x;          // the lane's first row, the run's first step
+    int next_row;          // WARP * WARPS_M tokens on, in numbers
     int steps;             // of the run
     SharedAddress landed;  // two barriers
     SharedAddress base;
@@ -135,20 +136,23 @@ struct Rows {
     {
         return base + (chunk % 2 * WARPS_K + place.run) * rows() * X_STRIDE;
     }
+    // Of the lane.
+    __device__ int first_row() const { return lane_id() * WARPS_M + place.row_warp; }
     // All threads. Nobody reads what was in the buffer any more.
     __device__ void bring(u32 chunk) const
     {
-        if (place.row_warp != 0) return;
         const SharedAddress barrier = landed + chunk % 2 * 8;
         const int bytes = max(0, min(steps - (int)chunk * CHUNK, CHUNK)) * 64;
-        if (lane_id() == 0) barrier_arrive_expecting(barrier, place.tokens * bytes);
+        if (place.row_warp == 0 && lane_id() == 0)
+            barrier_arrive_expecting(barrier, place.tokens * bytes);
         if (bytes == 0) return;
-        const SharedAddress to = buffer(chunk) + lane_id() * X_STRIDE;
+        const SharedAddress to = buffer(chunk) + first_row() * X_STRIDE;
         const u16* const from = x + chunk * CHUNK * STEP;
+        constexpr int APART = WARP * WARPS_M;
 #pragma unroll
-        for (int i = 0; i < (TOKENS + WARP - 1) / WARP; ++i)
-            if (lane_id() + i * WARP < place.tokens)
-                copy_run_async(to + i * WARP * X_STRIDE, from + i * next_row, bytes, barrier);
+        for (int i = 0; i < (TOKENS + APART - 1) / APART; ++i)
+            if (first_row() + i * APART < place.tokens)
+                copy_run_async(to + i * APART * X_STRIDE, from + i * next_row, bytes, barrier);
     }
     __device__ void wait(u32 chunk) const { barrier_wait(landed + chunk % 2 * 8, chunk / 2 % 2); }
 };
@@ -352,9 +356,9 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     ring.fill();
 
     const Rows rows = {place,
-                       x + (i64)blockIdx.z * x_head + (i64)(place.first + lane) * x_token +
-                           first_step * STEP,
-                       WARP * x_token,
+                       x + (i64)blockIdx.z * x_head + first_step * STEP +
+                           (place.first + lane * WARPS_M + place.row_warp) * (i64)x_token,
+                       WARP * WARPS_M * x_token,
                        ring.steps,
                        shared_address(landed),
                        shared_address(block_memory) + WARPS_M * WARPS_K * Ring::BYTES};
