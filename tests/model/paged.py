@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.kernels.ops import AttentionBatch
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.target import TargetModel
@@ -48,6 +49,13 @@ class PagedRunner:
         self.caches = [torch.full(shape, torch.nan) for _ in range(self.model.num_layers)]
         order = np.random.default_rng(0).permutation(self.num_pages)
         self.free = [int(page) for page in order]
+
+    def keep_in_fp8(self) -> None:
+        """Caches of rows in fp8, all bytes of which are no numbers."""
+        config = self.model.config
+        row = RowFormat.of(config.kv_lora_rank, config.qk_rope_head_dim, FP8)
+        shape = (self.num_pages * self.page_size, row.width)
+        self.caches = [torch.full(shape, 0xFF, dtype=row.dtype) for _ in self.caches]
 
     def text(self, capacity: int) -> Text:
         return Text([self.free.pop() for _ in range(-(-capacity // self.page_size))])

@@ -57,6 +57,19 @@ def test_absorbed_and_expanded_agree_on_mixed_batches(
     torch.testing.assert_close(mixed, absorbed, rtol=1e-5, atol=1e-5)
 
 
+def test_absorbed_and_expanded_agree_over_rows_in_fp8(folder: Path) -> None:
+    model = TargetModel.load(folder, ops=load_ops("cpu"))
+    runner = PagedRunner(model)
+    runner.keep_in_fp8()
+    fresh, grown = runner.text(20), runner.text(90)
+    runner.run(Part(grown, [6] * 40))
+    parts = [Part(fresh, [7] * 17), Part(grown, [9] * 33)]
+    x = torch.randn(17 + 33, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    absorbed = attend(model, runner, parts, x, EXPAND_NONE)
+    expanded = attend(model, runner, parts, x, EXPAND_ALL)
+    torch.testing.assert_close(expanded, absorbed, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("cached", [0, 1, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, KEY_BLOCK + 37])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_expanded_equals_a_plain_softmax_over_several_key_blocks(cached: int, rows: int) -> None:
