@@ -250,7 +250,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         names = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has no readable weight_map: {error!r}") from error
-    for file in names.values():
+    for file in sorted(set(names.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
     return names

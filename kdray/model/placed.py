@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from kdray.cards import host_bytes
 from kdray.model.checkpoint import (
     BLOCK_BYTES,
     Checkpoint,
@@ -21,9 +22,11 @@ from kdray.model.checkpoint import (
 )
 from kdray.model.stored import ShardFile
 
-# What stays in the page cache behind a reading rank. Ranks read columns of the same rows at about
-# the same time, and should find them there; more would push out what others have in memory.
-BEHIND_BYTES = 4 << 30
+# What stays in the page cache behind a reading rank: at least so much, and this part of the host's
+# memory. Ranks read columns of the same rows at about the same time, and should find them there,
+# though one be some seconds ahead; more would push out what others have in memory.
+LEAST_BEHIND_BYTES = 4 << 30
+BEHIND_PART = 16
 BUFFERS = 2  # of a thread: one is filled while the other is copied to the device
 
 OnRead = Callable[[int], object]
@@ -50,7 +53,7 @@ class PlacedCheckpoint(Checkpoint):
         if threads > 1:
             self._pool = ThreadPoolExecutor(threads, "kdray-read", enter_device, (device,))
         self._on_read = on_read
-        self._behind = _ReadBehind(BEHIND_BYTES)
+        self._behind = _ReadBehind(behind_bytes())
         self._own = threading.local()
 
     def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
@@ -79,6 +82,10 @@ class PlacedCheckpoint(Checkpoint):
             self._own.stage = Stage(self._device)
         stage: Stage = self._own.stage
         return stage
+
+
+def behind_bytes() -> int:
+    return max(LEAST_BEHIND_BYTES, host_bytes() // BEHIND_PART)
 
 
 def enter_device(device: torch.device) -> None:
