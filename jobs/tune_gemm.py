@@ -106,7 +106,8 @@ def trials_of(matrix: Matrix, plans: int) -> Iterator[Trial]:
         if shape.steps <= runs * MOST_STEPS and runs * shape.tiles * shape.heads >= 128:
             for tiles in TOKEN_TILES:
                 ranked = sorted(
-                    candidates(runs, tiles), key=lambda plan: estimated_us(shape, tiles, plan)
+                    candidates(shape, runs, tiles),
+                    key=lambda plan: estimated_us(shape, tiles, plan),
                 )
                 yield from (Trial(matrix, tiles, plan) for plan in islice(ranked, plans))
         runs *= 2

@@ -14,23 +14,24 @@ from torch import Tensor
 
 from kdray.kernels import reference_gemm
 from kdray.kernels.gemm_plan import (
+    MOST_GROUPS,
     STEP,
     TOKEN_TILE,
+    WORK_WORDS,
     GemmPlan,
     GemmShape,
     chunk_of,
     shared_bytes,
     token_tiles_for,
+    work_words,
 )
 from kdray.kernels.gemm_table import plan_for
 from kdray.kernels.loader import KernelLoader
 
 WARP = 32
 VECTOR = 8  # bf16 numbers in 16 bytes
-MOST_GROUPS = 2  # of 64 tokens: a tree of 64 drafts has 65 rows
 MOST_TOKENS = 64 * MOST_GROUPS
 OUT_DTYPES = (torch.bfloat16, torch.float32)
-WORK_BYTES = 16 << 20
 EMPTY = -1  # a word of the workspace that holds nothing
 
 
@@ -92,10 +93,8 @@ class CudaGemm:
             "skinny_gemm",
             defines(plan, tiles, shape.steps, groups, gated, out.dtype),
         )
-        work = None
-        if plan.split > 1:
-            words = groups * across * heads * (plan.split - 1) * tiles * TOKEN_TILE * plan.rows
-            work = self._workspace(words, x.device)
+        words = work_words(shape, tiles, plan, groups)
+        work = self._workspace(words, x.device) if words else None
         strides = (
             *(x.stride(0), x.stride(1)),
             *(weight.stride(2), weight.stride(0)),
@@ -112,7 +111,7 @@ class CudaGemm:
     def _workspace(self, words: int, device: torch.device) -> Tensor:
         """All words empty, as every launch leaves them."""
         if self._work is None:
-            self._work = torch.full((WORK_BYTES // 4,), EMPTY, dtype=torch.int32, device=device)
+            self._work = torch.full((WORK_WORDS,), EMPTY, dtype=torch.int32, device=device)
         if words > self._work.numel():
             raise ValueError(
                 f"sums of {words} words in parts, and the workspace has {self._work.numel()}; "

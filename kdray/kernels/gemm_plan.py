@@ -19,12 +19,14 @@ MOST_SPLIT, MOST_WARPS = 16, 16
 MOST_SUMS = 16  # tiles a warp holds
 STATIC_BYTES = 128  # of a block: two barriers, and what aligns the rest
 LONGEST_CHUNK = 15  # steps of x that come at once
+MOST_GROUPS = 2  # of 64 tokens: a tree of 64 drafts has 65 rows
+WORK_WORDS = 4 << 20  # for sums in parts
 
 # Of the estimate: bytes a microsecond from memory and from L2, multiprocessors, the bytes each must
 # have asked for, microseconds of a merge between blocks and of each part of it.
 MEMORY_SPEED, L2_SPEED = 4.2e6, 5.5e6
 PROCESSORS = 132
-BYTES_IN_FLIGHT = 28 * 1024
+BYTES_IN_FLIGHT = 40 * 1024
 MERGE_US, PART_US = 1.5, 0.05
 
 
@@ -80,8 +82,15 @@ def token_tiles_for(tokens: int) -> int:
     return next((n for n in TOKEN_TILES if TOKEN_TILE * n >= tokens), TOKEN_TILES[-1])
 
 
-def candidates(runs: int, token_tiles: int) -> Iterator[GemmPlan]:
-    """All that the kernel can be compiled for and that fits a block."""
+def work_words(shape: GemmShape, token_tiles: int, plan: GemmPlan, groups: int) -> int:
+    """What blocks leave for one another, in words of 4 bytes."""
+    across = -(-shape.outputs // plan.rows)
+    sums = token_tiles * TOKEN_TILE * plan.rows
+    return groups * across * shape.heads * (plan.split - 1) * sums
+
+
+def candidates(shape: GemmShape, runs: int, token_tiles: int) -> Iterator[GemmPlan]:
+    """All that the kernel can be compiled for and that fits a block and the workspace."""
     for row_tiles in (1, 2):
         for warps_m in (1, 2, 4, 8):
             for warps_k in (1, 2, 4, 8, 16):
@@ -89,7 +98,8 @@ def candidates(runs: int, token_tiles: int) -> Iterator[GemmPlan]:
                     if runs % warps_k or runs // warps_k > MOST_SPLIT:
                         continue
                     plan = GemmPlan(row_tiles, warps_m, warps_k, runs // warps_k, slots)
-                    if fits(plan, token_tiles):
+                    words = work_words(shape, token_tiles, plan, MOST_GROUPS)
+                    if fits(plan, token_tiles) and words <= WORK_WORDS:
                         yield plan
 
 
@@ -101,6 +111,8 @@ def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
     steps = min(plan.slots, shape.steps / plan.runs)
     asked = plan.warps * plan.row_tiles * steps * TILE * STEP * 2
     busy = min(1.0, blocks / PROCESSORS)
+    if chunk_of(plan, token_tiles, shape.steps) < min(3, steps):
+        busy *= 0.5  # the block's warps meet at every step
     busy *= min(1.0, max(1.0, blocks / PROCESSORS) * asked / BYTES_IN_FLIGHT)
     weights = 2 * shape.inputs * shape.outputs * shape.heads
     rows = 2 * tokens * shape.inputs * across * shape.heads
@@ -110,10 +122,10 @@ def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
 
 
 def fits(plan: GemmPlan, token_tiles: int) -> bool:
-    """Whether a block of it has room for sums and for three steps of rows of x."""
+    """Whether a block of it has room for sums and for twice a step of rows of x."""
     sums = token_tiles * plan.row_tiles
     most = MOST_WARPS // 2 if sums >= MOST_SUMS else MOST_WARPS
-    least = _ring_bytes(plan) + 2 * 3 * _step_bytes(plan, token_tiles)
+    least = _ring_bytes(plan) + 2 * _step_bytes(plan, token_tiles)
     return (
         sums <= MOST_SUMS
         and plan.warps <= most

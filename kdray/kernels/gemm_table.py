@@ -44,6 +44,6 @@ def plan_for(shape: GemmShape, token_tiles: int) -> GemmPlan:
     if measured is not None and GemmPlan(*measured).runs == runs:
         return GemmPlan(*measured)
     return min(
-        candidates(runs, token_tiles),
+        candidates(shape, runs, token_tiles),
         key=lambda plan: (estimated_us(shape, token_tiles, plan), astuple(plan)),
     )

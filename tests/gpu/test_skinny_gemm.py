@@ -75,7 +75,7 @@ def test_a_row_does_not_depend_on_its_batch(
 def test_every_plan_gives_the_same_bits(loader: KernelLoader, tokens: int) -> None:
     shape = GemmShape(1536, 264)
     tiles = 1 if tokens <= 8 else 8
-    plans = list(candidates(runs_of(shape), tiles))
+    plans = list(candidates(shape, runs_of(shape), tiles))
     assert len({plan.split for plan in plans}) > 2
     gemms = {plan: CudaGemm(loader, plan=plan) for plan in plans}
     cases.check_plans(gemms, tokens, shape.inputs, shape.outputs)
