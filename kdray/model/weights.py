@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightReader:
-    """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32.
+    """Reads layer by layer; everything comes out in `dtype` on `device`, router facts in fp32
+    (its weight: see _router).
 
     threads   above 1: some layers are read at the same time
     """
