@@ -32,7 +32,7 @@ from record import Record
 from torch import Tensor
 
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_moe import CudaMoe, column_tiles
+from kdray.kernels.cuda_moe import BUFFERS, Buffers, CudaMoe, column_tiles
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, Int4, PackedExperts
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference_moe import weights_of
@@ -82,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--inner", type=int, default=256, help="a rank's part")
+    parser.add_argument(
+        "--buffers",
+        type=int,
+        nargs=3,
+        default=[BUFFERS.slot_steps, BUFFERS.slots, BUFFERS.parts],
+        metavar=("STEPS", "SLOTS", "PARTS"),
+        help="a block's shared memory, as cuda_moe.Buffers; 4 2 1 fits too",
+    )
     parser.add_argument("--no-torch", action="store_true", help="without the rival")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
@@ -90,7 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record("moe_w4a16", vars(arguments) | {"out": None}, arguments.out)
     layer = drawn_layer(arguments)
     ops = CudaOps(torch.device("cuda"))
-    ways = {"us": CudaMoe(ops.loader), "overlap_us": CudaMoe(ops.loader, overlap=True)}
+    buffers = Buffers(*arguments.buffers)
+    ways = {
+        name: CudaMoe(ops.loader, overlap=overlap, buffers=buffers)
+        for name, overlap in (("us", False), ("overlap_us", True))
+    }
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:
         bench(record, layer, ways, tokens, arguments, speed)

@@ -5,6 +5,7 @@ Nothing waits for the device; all may be captured in a graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.moe_layout import TILE, PackedExperts
+from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
 
 # As in the .cu files.
-WARPS, SLOTS, SLOT_BYTES = 16, 3, 1152
+WARPS = 16
 THREADS = WARPS * 32
-SHARED_BYTES = WARPS * (SLOTS * (SLOT_BYTES + 8) + 2 * 8 * 32 * 4)
 SORT_THREADS, SUM_THREADS, SUM_COLUMNS = 1024, 128, 8
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -28,6 +28,23 @@ MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_ROWS * MAX_TOP_K
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """A block's shared memory: each warp's slots of so many steps, and buffers to add up in."""
+
+    slot_steps: int
+    slots: int
+    parts: int
+
+    @property
+    def shared_bytes(self) -> int:
+        slot = self.slot_steps * STEP_BYTES + 8  # its barrier
+        return WARPS * (self.slots * slot + self.parts * 8 * 32 * 4)
+
+
+BUFFERS = Buffers(slot_steps=2, slots=3, parts=2)
 
 
 class SortedPairs(NamedTuple):
@@ -44,10 +61,14 @@ class SortedPairs(NamedTuple):
 class CudaMoe:
     """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
 
-    def __init__(self, loader: KernelLoader, *, overlap: bool = False) -> None:
+    def __init__(
+        self, loader: KernelLoader, *, overlap: bool = False, buffers: Buffers = BUFFERS
+    ) -> None:
         """overlap: let a launch start while the kernel before it ends, at the price that nothing
-        else may hold multiprocessors meanwhile that waits for this one's end; for measuring."""
+        else may hold multiprocessors meanwhile that waits for this one's end; for measuring, as
+        other buffers are."""
         self._loader = loader
+        self._buffers = buffers
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = _processors(loader.device)
         self._ready = torch.zeros(MAX_TILES, dtype=torch.int32, device=loader.device)
@@ -94,14 +115,14 @@ class CudaMoe:
         partial = x.new_empty(rows * top_k, width)
         tiles = column_tiles(rows * top_k, experts.num_experts)
         order = self._order(expert, experts.num_experts, tiles)
-        defines = moe_defines(width, experts.inner, top_k, tiles)
+        defines = moe_defines(width, experts.inner, top_k, tiles, self._buffers)
         multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
         weights = (experts.gate_up, experts.down)
         multiply.launch(
             self._processors,
             THREADS,
             (inner, partial, self._ready, x, *weights, expert, *order, rows * top_k),
-            shared_bytes=SHARED_BYTES,
+            shared_bytes=self._buffers.shared_bytes,
             **self._launch,
         )
         arrivals = rows * top_k if order[0] is None else len(order[0])
@@ -141,13 +162,18 @@ def sort_bytes(num_experts: int) -> int:
 
 
 @cache
-def moe_defines(width: int, inner: int, top_k: int, column_tiles: int) -> dict[str, str | int]:
+def moe_defines(
+    width: int, inner: int, top_k: int, column_tiles: int, buffers: Buffers = BUFFERS
+) -> dict[str, str | int]:
     return {
         "WIDTH": width,
         "INNER": inner,
         "TOP_K": top_k,
         "COLUMN_TILES": column_tiles,
-        "SHARED_BYTES": SHARED_BYTES,
+        "SLOT_STEPS": buffers.slot_steps,
+        "SLOTS": buffers.slots,
+        "PARTS": buffers.parts,
+        "SHARED_BYTES": buffers.shared_bytes,
     }
 
 

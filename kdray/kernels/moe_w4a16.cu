@@ -23,7 +23,8 @@
 // Products exact, sums float32; inner and partial are rounded once. Neither depends on what else is in
 // a tile or on COLUMN_TILES, so a row's bits do not depend on its batch.
 // Oracle: reference_moe.moe_w4a16; within 1 % (norm of a row's error over the row's norm).
-// Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4, SHARED_BYTES.
+// Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4; SLOTS of SLOT_STEPS steps a warp, PARTS 1 or 2
+// buffers to add up in, and SHARED_BYTES, what these take.
 
 #include "moe_w4a16_tiles.cuh"
 
@@ -43,7 +44,7 @@ static_assert(WIDTH % STEP == 0 && INNER % STEP == 0, "whole groups");
 
 struct Shared {
     unsigned char ring[WARPS][SLOTS][SLOT_BYTES];
-    float part[2][WARPS][8][WARP];
+    float part[PARTS][WARPS][8][WARP];
     u64 landed[WARPS][SLOTS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
@@ -143,8 +144,8 @@ __device__ __forceinline__ float silu(float x)
     return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
 }
 
-// Adds up the parts of the first half's units, a column tile a round. A round's buffer is the one
-// that nobody reads any more.
+// Adds up the parts of the first half's units, a column tile a round. Of two buffers a round's is the
+// one that nobody reads any more.
 struct Adder {
     Shared& s;
     u16* inner;
@@ -157,7 +158,8 @@ struct Adder {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
             const int warp = threadIdx.x / WARP, lane = lane_id();
-            float(*const part)[8][WARP] = s.part[round % 2];
+            float(*const part)[8][WARP] = s.part[round % PARTS];
+            if (PARTS == 1) __syncthreads();
 #pragma unroll
             for (int i = 0; i < 8; ++i) part[warp][i][lane] = sum[j][i / 4][i % 4];
             __syncthreads();

@@ -1,7 +1,7 @@
 // A warp's weights on their way through its own ring in shared memory, and their product.
 //
 // A step is 32 outputs by 32 inputs of one expert, 576 bytes (moe_layout.py); the copy engine brings
-// two at a time. Lane 4 g + t multiplies them with inputs 8 t .. 8 t + 7 of rows g of each column
+// SLOT_STEPS at a time. Lane 4 g + t multiplies them with inputs 8 t .. 8 t + 7 of rows g of each column
 // tile, which are 16 bytes in a row of activations: they come straight to registers. So no thread
 // waits for another's, and nothing but the ring goes through shared memory.
 //
@@ -15,9 +15,7 @@
 constexpr int STEP = 32;
 constexpr int STEP_BYTES = 576;
 constexpr int SCALES_AT = 512;
-constexpr int SLOT_STEPS = 2;
 constexpr int SLOT_BYTES = SLOT_STEPS * STEP_BYTES;
-constexpr int SLOTS = 3;
 
 #ifdef __CUDACC__
 
@@ -142,7 +140,8 @@ struct Ring {
 };
 
 // Steps of activations that are on their way; wide tiles have registers for no more than one.
-constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : SLOT_STEPS;
+constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : 2;
+static_assert(SLOT_STEPS % AHEAD == 0, "a step's registers are the same in every slot");
 
 // A product under way: sums, and the activations of its next steps. The order of additions is that of
 // the inputs, whatever else is in the tile.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kdray.kernels.cuda_moe import CudaMoe
+from kdray.kernels.cuda_moe import Buffers, CudaMoe
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
 from tests.kernels.simt_loader import simt_loader
@@ -45,6 +45,15 @@ def test_a_row_has_the_same_bits_in_any_batch(moe: CudaMoe) -> None:
     case = cases.drawn_case(Sizes(width=1056, inner=64, experts=4, top_k=2), 40)
     others = [torch.tensor([5]), torch.arange(7), torch.arange(2, 12), torch.arange(39, 9, -1)]
     cases.check_bits(moe, case, others)
+
+
+@pytest.mark.parametrize("buffers", [Buffers(4, 2, 1), Buffers(2, 1, 2)], ids=str)
+def test_other_buffers_give_the_same_bits(buffers: Buffers) -> None:
+    case = cases.drawn_case(Sizes(width=1120, inner=160, experts=8, top_k=2), 12)
+    wanted = case.run(CudaMoe(simt_loader(seed=1)))
+    other = CudaMoe(simt_loader(seed=2), buffers=buffers)
+    assert torch.equal(case.run(other), wanted)
+    cases.check(other, case)
 
 
 def test_long_batches_go_piece_by_piece(moe: CudaMoe, monkeypatch: pytest.MonkeyPatch) -> None:
