@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from safetensors.torch import load_file, save_file
 
 from kdray.actors.gang import Gang
 from kdray.core.request import SamplingParams
@@ -150,15 +149,15 @@ def test_a_wrong_request_is_refused_to_its_caller(folder: Path) -> None:
 
 
 def test_broken_logits_end_their_request_alone(tmp_path: Path) -> None:
-    poison, sampling = 90, replace(GREEDY, logit_bias=((90, -100.0),))
-    broken = tiny.save_plain(tmp_path, "wide_tp")
-    [file] = broken.glob("*.safetensors")
-    weights = load_file(file)
-    config = model_config(broken, page_size=4, max_requests=4)
+    poison, sampling = 40, replace(GREEDY, logit_bias=((40, -100.0),))  # rank 0 embeds it
+
+    def break_token(actor: Any) -> None:
+        actor._engine.driver.verifiers._verifier.model.embedding[poison] = math.nan
+
+    config = model_config(tiny.save_plain(tmp_path, "wide_tp"), page_size=4, max_requests=4)
     expected = run(config, PROMPTS[:1], sampling)[0][0]
-    weights["model.embed_tokens.weight"][poison] = math.nan
-    save_file(weights, file, metadata={"format": "pt"})
     gang = Gang.start(replace(config, tp=2))
+    ray.get(gang.driver.__ray_call__.remote(break_token))
     try:
         messages = gang.driver.outputs.options(num_returns="streaming").remote()
         ray.get(gang.driver.submit.remote("bad", (5, poison, 6), sampling))
