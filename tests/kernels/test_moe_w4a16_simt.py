@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kdray.kernels import reference_moe
+from kdray.kernels.cuda import CudaOps
 from kdray.kernels.cuda_moe import Buffers, CudaMoe
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
@@ -76,3 +78,14 @@ def test_rows_are_sorted(moe: CudaMoe, rows: int, sizes: Sizes, column_tiles: in
     for routing in cases.DEVICE_ROUTINGS:
         expert = cases.chosen(routing, rows, sizes, torch.device("cpu"))
         cases.check_sorting(moe, expert, sizes.experts, column_tiles)
+
+
+def test_ops_choose_the_kernel_or_the_reference() -> None:
+    torch.manual_seed(4)
+    ops = CudaOps(torch.device("cpu"), simt_loader(seed=4))
+    case = cases.drawn_case(SMALL, 6)
+    given = (case.expert, case.weight, case.experts)
+    found = ops.moe_w4a16(case.x, *given, case.shared)
+    assert torch.equal(found, case.run(CudaMoe(simt_loader(seed=9))))
+    wide = case.x.float(), *given, case.shared.float()
+    assert torch.equal(ops.moe_w4a16(*wide), reference_moe.moe_w4a16(*wide))
