@@ -2,9 +2,10 @@
 // before the one in front of it on the stream has ended.
 //
 // Every such kernel begins with one of these, in every thread and before it touches any memory but
-// its parameters and what nothing near it on the stream writes (weights). Behind it all that earlier grids wrote is there, and none of them reads any more,
-// so a kernel's body need not know. What it saves is the launch itself and the kernel's first
-// fetches, half a microsecond to one each time. Launched without overlap they do nothing.
+// its parameters and what nothing near it on the stream writes (weights). Behind it all that
+// earlier grids wrote is there, and none of them reads any more, so a kernel's body need not know.
+// What it saves is the launch itself and the kernel's first fetches, half a microsecond to one
+// each time. Launched without overlap they do nothing.
 #pragma once
 
 #ifdef __CUDACC__

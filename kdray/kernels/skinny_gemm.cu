@@ -1,8 +1,8 @@
 // Few rows times a wide matrix: Ops.linear, Ops.gated_linear and Ops.per_head for bf16.
 //
-// out[t] = W x[t], where W [outputs, inputs] lies as the checkpoint has it, an output's weights side
-// by side. Variants: out + add (a residual, or null); GATED, silu(gate) * up of a joined matrix of
-// gate rows, then up rows; a batch of matrices, one a head.
+// out[t] = W x[t], where W [outputs, inputs] lies as the checkpoint has it, an output's weights
+// side by side. Variants: out + add (a residual, or null); GATED, silu(gate) * up of a joined
+// matrix of gate rows, then up rows; a batch of matrices, one a head.
 //
 // output  out     [T, heads, outputs] bfloat16, or float32 (OUT_FP32); GATED: outputs / 2
 // inputs  x       [T, heads, inputs] bfloat16
@@ -12,22 +12,25 @@
 // sizes   tokens, inputs, outputs; then strides in numbers: x a token, x a head, weight an output,
 //         weight a head, out a token, out a head (add has out's)
 //
-// A block takes WARPS_M * ROW_TILES tiles of 16 outputs, up to 8 * TOKEN_TILES tokens (of which there
-// are GROUPS) and WARPS_K of the SLICES = WARPS_K * SPLIT runs of inputs. Grid (GROUPS * tiles of
-// outputs, SPLIT, heads); blocks of 32 * WARPS_M * WARPS_K threads. A warp multiplies one run by mma.m16n8k16,
-// outputs on M and tokens on N. Inputs go to the fragments in an order of their own, the same for
-// both operands, so that a lane's share of a row is 16 bytes in one piece. Weights do not depend on
-// the kernel in front: the rings are filled before it has ended (which it must not have written).
+// A block takes WARPS_M * ROW_TILES tiles of 16 outputs, up to 8 * TOKEN_TILES tokens (of which
+// there are GROUPS) and WARPS_K of the SLICES = WARPS_K * SPLIT runs of inputs. Grid (GROUPS *
+// tiles of outputs, SPLIT, heads); blocks of 32 * WARPS_M * WARPS_K threads. A warp multiplies one
+// run by mma.m16n8k16, outputs on M and tokens on N. Inputs go to the fragments in an order of
+// their own, the same for both operands, so that a lane's share of a row is 16 bytes in one piece.
+// Weights do not depend on the kernel in front: the rings are filled before it has ended (which it
+// must not have written).
 //
-// Where SPLIT > 1 blocks y < SPLIT - 1 leave their sums in the workspace, and the last takes them as
-// they come: a word that is not EMPTY is there. No counter, no fence; the words are emptied again.
-// The last block's index is above those it waits for, and blocks start in the order of their index.
+// Where SPLIT > 1 blocks y < SPLIT - 1 leave their sums in the workspace, and the last takes them
+// as they come: a word that is not EMPTY is there. No counter, no fence; the words are emptied
+// again. The last block's index is above those it waits for, and blocks start in the order of
+// their index.
 //
 // Order of sums: a run in the order of its inputs, runs as a balanced binary tree. It depends on
 // SLICES alone, which hangs on the matrix's shape: a token's bits do not depend on its batch, and
 // not on how runs are dealt to warps and blocks.
-// Limits: inputs a multiple of 32, outputs of 8 (GATED: 16); strides of x and weight of 8, of out 4.
-// Dynamic shared memory: cuda_gemm.shared_bytes, below 99 KB. Products are exact, sums float32 as
+// Limits: inputs a multiple of 32, outputs of 8 (GATED: 16); strides of x and weight of 8, of out
+// 4.
+// Dynamic shared memory: gemm_plan.shared_bytes, below 99 KB. Products are exact, sums float32 as
 // the tensor cores add (chains of 2 * steps of a run), rounded once. Oracle: reference_gemm.py;
 // against float64 within 2^-20 of sum |w x|, and bfloat16's rounding.
 
@@ -119,9 +122,9 @@ struct Place {
     __device__ u32 slice() const { return blockIdx.y * WARPS_K + run; }
 };
 
-// The rows of x for the warp's run: two buffers of CHUNK steps, filled by the copy engine. A lane's
-// copies go out one after another, so the warps that share a run take turns at its tokens. A barrier
-// a buffer waits for all of the block's runs.
+// The rows of x for the warp's run: two buffers of CHUNK steps, filled by the copy engine. A
+// lane's copies go out one after another, so the warps that share a run take turns at its tokens.
+// A barrier a buffer waits for all of the block's runs.
 struct Rows {
     const Place& place;
     const u16* x;          // the lane's first row, the run's first step

@@ -77,9 +77,9 @@ inline uint4 load_relaxed(const uint4* from)
 
 #endif
 
-// One warp's weights: steps of 32 inputs by TILES tiles of 16 rows, with room for DEPTH steps. A lane
-// copies what its own fragments need and nobody else reads it, so there is no barrier. A step takes
-// the place of the one DEPTH before it, when that has been multiplied.
+// One warp's weights: steps of 32 inputs by TILES tiles of 16 rows, with room for DEPTH steps. A
+// lane copies what its own fragments need and nobody else reads it, so there is no barrier. A step
+// takes the place of the one DEPTH before it, when that has been multiplied.
 template <int TILES, int DEPTH>
 struct WeightRing {
     static constexpr int PARTS = 2 * TILES;  // rows g and g + 8 of each tile
