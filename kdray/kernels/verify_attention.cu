@@ -30,11 +30,11 @@
 // Precision: bf16 weights are rounded to bf16 before they meet the values, as their sum is; the
 // result within 2^-7 of float64 in relative terms (norm of the difference over the norm), float32
 // within 1e-5.
-// With KV_FP8 latents meet queries and weights in float16, in which they and the queries' bf16 are
-// exact: queries between 2^-14 and 65504 (beyond that they count as the largest, below to 2^-25
-// absolutely). A weight is multiplied by its key's scale and 256 first, which up to a scale of 1
-// (a latent of 448) no float16 is too small for; products beyond 65504 count as that. The result is
-// within 2^-7 of float64 over what the rows stand for.
+// With KV_FP8 latents meet queries and weights in float16. Latents are exact in it, and so are queries
+// from 2^-14 to 65504; smaller ones are within 2^-25, larger ones count as 65504. A weight, at most
+// 256, is multiplied by its key's scale and by 256 first, and what is above 65504 counts as that: only
+// where a row's largest latent is above 448. Sums of weights are of float32 ones. The result is within
+// 2^-7 of float64 over what the rows stand for.
 // Oracle: kernels/reference_attention.py and float64 (tests/gpu/test_verify_attention.py).
 
 #include "verify_attention_fp32.cuh"

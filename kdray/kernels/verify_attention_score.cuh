@@ -2,8 +2,8 @@
 // the tile. Scores are keys by rows (M by N): A fragments are keys, B fragments queries, and lane
 // 4 g + t gets keys g and g + 8 of rows 2t and 2t + 1. No other warp has a part in a row's weights.
 //
-// Of keys in fp8 a matrix load brings the lane latents 4t .. 4t + 3 of 16: two pairs, which are those
-// of columns 2t and 2t + 8 of a product. So products take latents in this order, and queries too.
+// Of keys in fp8 a matrix load brings the lane latents 4t .. 4t + 3 of 16: two pairs, which a product
+// has at columns 2t and 2t + 8. So products take latents in this order, and queries too.
 #pragma once
 
 #include "verify_attention_shared.cuh"
@@ -11,7 +11,7 @@
 // Weights may exceed 1 by this many powers of two before they are made relative to a new maximum.
 constexpr float SLACK = 8.0f;
 
-// Scales of latents of which a weight times this and its key's scale fits float16.
+// What weights are multiplied by beside their key's scale, some 2^-7, so that float16 holds them.
 constexpr float WEIGHT_UNIT = KV_FP8 ? 256.0f : 1.0f;
 
 // Until the weights of two steps before are done with.
@@ -125,59 +125,61 @@ struct ScoreWarp {
         return shared_address(s.query) + (warp == 0 ? 0 : STORED_3 + (warp - 1) * STORED_2);
     }
 
+    // Where the lane's row of a matrix load begins.
+    __device__ SharedAddress stored_of_lane() const {
+        return stored() + lane % EIGHT * stored_stride(MINE) + lane / EIGHT * 16;
+    }
+
     // What the next step needs is asked for before the products of the present one. Steps have
     // CHAINS sums in turn, so that as many products of an eight are under way.
-#if KV_FP8
     __device__ void multiply(float (&score)[MINE][4], SharedAddress slot) {
-        constexpr int CHAINS = MINE == 1 ? 4 : 2, LOADS = LATENT / 32, KEY_LOADS = ROPE / 16;
+        constexpr int CHAINS = MINE == 1 ? 4 : 2, OF_TWO = KV_FP8 ? LATENT_STEPS / 2 : 0;
+        constexpr int LOADS = QUERY_STEPS - OF_TWO;  // the first OF_TWO bring keys for two steps
         const SharedAddress from = slot + lane % STEP * STRIDE + lane / STEP * 16;
+        const SharedAddress query_from = stored_of_lane();
         float sums[CHAINS][MINE][4] = {};
         u32 key[2][4], q[MINE][4];
         load_matrices(key[0], from);
 #pragma unroll
-        for (int n = 0; n < LOADS + KEY_LOADS; ++n) {
-            if (n + 1 < LOADS + KEY_LOADS) load_matrices(key[(n + 1) % 2], from + 32 * (n + 1));
+        for (int n = 0; n < LOADS; ++n) {
+            if (n + 1 < LOADS) load_matrices(key[(n + 1) % 2], from + 32 * (n + 1));
             const u32(&k)[4] = key[n % 2];
-            if (n < LOADS) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const u32 low = k[2 * half], high = k[2 * half + 1];
-                    const u32 a0 = half_pair_of_e4m3(low), a1 = half_pair_of_e4m3(high);
-                    const u32 a2 = half_pair_of_e4m3_high(low), a3 = half_pair_of_e4m3_high(high);
-                    const int step = 2 * n + half;
-                    ask_query(q, step);
-#pragma unroll
-                    for (int j = 0; j < MINE; ++j)
-                        multiply_add_half(sums[step % CHAINS][j], a0, a1, a2, a3,
-                                          query_at(q, step, j, 0), query_at(q, step, j, 1));
-                }
+            if (n < OF_TWO) {
+                const u32 low[4] = {half_pair_of_e4m3(k[0]), half_pair_of_e4m3(k[1]),
+                                    half_pair_of_e4m3_high(k[0]), half_pair_of_e4m3_high(k[1])};
+                add_products<CHAINS, true>(sums, low, q, query_from, 2 * n);
+                const u32 high[4] = {half_pair_of_e4m3(k[2]), half_pair_of_e4m3(k[3]),
+                                     half_pair_of_e4m3_high(k[2]), half_pair_of_e4m3_high(k[3])};
+                add_products<CHAINS, true>(sums, high, q, query_from, 2 * n + 1);
             } else {
-                const int step = LATENT_STEPS + n - LOADS;
-                if (n == LOADS) scale_latents<CHAINS>(sums, slot);
-                ask_query(q, step);
-#pragma unroll
-                for (int j = 0; j < MINE; ++j)
-                    multiply_add(sums[step % CHAINS][j], k[0], k[1], k[2], k[3],
-                                 query_at(q, step, j, 0), query_at(q, step, j, 1));
+                if (KV_FP8 && n == OF_TWO) scale_latents<CHAINS>(sums, slot);
+                add_products<CHAINS, false>(sums, k, q, query_from, n + OF_TWO);
             }
         }
         add_up<CHAINS>(score, sums);
     }
-    // Queries of a step and the next, where they are not kept.
-    __device__ void ask_query(u32 (&q)[MINE][4], int step) const {
-        const int at = step - KEPT;
-        if (at < 0 || at % 2 != 0) return;
-        const SharedAddress from =
-            stored() + lane % EIGHT * stored_stride(MINE) + lane / EIGHT * 16;
+    // Of one step. Queries that are not kept come for two steps at a time, to q.
+    template <int CHAINS, bool HALVES>
+    __device__ void add_products(float (&sums)[CHAINS][MINE][4], const u32 (&k)[4],
+                                 u32 (&q)[MINE][4], SharedAddress query_from, int step) const {
+        // In fp8 worked out anew: held, it costs registers that the compiler does not find.
+        if (KV_FP8) query_from = stored_of_lane();
+        const int at = step - KEPT;  // among the stored
+        if (at >= 0 && at % 2 == 0)
 #pragma unroll
-        for (int j = 0; j < MINE; ++j)
-            load_matrices(q[j], from + j * EIGHT * stored_stride(MINE) + 32 * at);
+            for (int j = 0; j < MINE; ++j)
+                load_matrices(q[j], query_from + j * EIGHT * stored_stride(MINE) + 32 * at);
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) {
+            const u32 low = at < 0 ? query[step][j][0] : q[j][at % 2 * 2];
+            const u32 high = at < 0 ? query[step][j][1] : q[j][at % 2 * 2 + 1];
+            if (HALVES)
+                multiply_add_half(sums[step % CHAINS][j], k[0], k[1], k[2], k[3], low, high);
+            else
+                multiply_add(sums[step % CHAINS][j], k[0], k[1], k[2], k[3], low, high);
+        }
     }
-    __device__ u32 query_at(const u32 (&q)[MINE][4], int step, int j, int half) const {
-        const int at = step - KEPT;
-        return at < 0 ? query[step][j][half] : q[j][at % 2 * 2 + half];
-    }
-    // The sums so far are of latents: in their keys' units.
+    // The sums so far are of latents in units of their keys' scales.
     template <int CHAINS>
     __device__ void scale_latents(float (&sums)[CHAINS][MINE][4], SharedAddress slot) {
         const unsigned char* const first =
@@ -195,34 +197,6 @@ struct ScoreWarp {
                 for (int chain = 1; chain < CHAINS; ++chain) sums[chain][j][k] = 0;
             }
     }
-#else
-    __device__ void multiply(float (&score)[MINE][4], SharedAddress slot) const {
-        constexpr int CHAINS = MINE == 1 ? 4 : 2;
-        const SharedAddress from = slot + lane % STEP * STRIDE + lane / STEP * 16;
-        const SharedAddress query_from =
-            stored() + lane % EIGHT * stored_stride(MINE) + lane / EIGHT * 16;
-        float sums[CHAINS][MINE][4] = {};
-        u32 key[2][4], q[MINE][4];
-        load_matrices(key[0], from);
-#pragma unroll
-        for (int n = 0; n < QUERY_STEPS; ++n) {
-            if (n + 1 < QUERY_STEPS) load_matrices(key[(n + 1) % 2], from + 32 * (n + 1));
-            const u32(&k)[4] = key[n % 2];
-            const int at = n - KEPT;  // among the stored
-            if (at >= 0 && at % 2 == 0)
-#pragma unroll
-                for (int j = 0; j < MINE; ++j)
-                    load_matrices(q[j], query_from + j * EIGHT * stored_stride(MINE) + 32 * at);
-#pragma unroll
-            for (int j = 0; j < MINE; ++j) {
-                const u32 low = at < 0 ? query[n][j][0] : q[j][at % 2 * 2];
-                const u32 high = at < 0 ? query[n][j][1] : q[j][at % 2 * 2 + 1];
-                multiply_add(sums[n % CHAINS][j], k[0], k[1], k[2], k[3], low, high);
-            }
-        }
-        add_up<CHAINS>(score, sums);
-    }
-#endif
     template <int CHAINS>
     __device__ static void add_up(float (&score)[MINE][4], const float (&sums)[CHAINS][MINE][4]) {
 #pragma unroll

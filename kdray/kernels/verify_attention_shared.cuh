@@ -40,8 +40,7 @@ constexpr int STEP = 16;                             // keys: the k of a product
 constexpr int SLOTS = LATENT + ROPE <= 320 ? 6 : KV_FP8 ? 5 : 3;
 constexpr int ROW_BYTES = KV_FP8 ? fp8_row_bytes(LATENT, ROPE) : 2 * (LATENT + ROPE);
 constexpr int STRIDE = KV_FP8 ? ROW_BYTES : ROW_BYTES + 16;
-constexpr int KEY_PLACE = KV_FP8 ? LATENT : 2 * LATENT;  // byte of a row where its rotated key is
-constexpr int SCALE_PLACE = LATENT + 2 * ROPE;           // and, in fp8, its latents' scale
+constexpr int SCALE_PLACE = LATENT + 2 * ROPE;  // byte of a row in fp8 where its scale is
 constexpr int SLOT_BYTES = STEP * STRIDE;
 constexpr int LATENT_STEPS = LATENT / 16;
 constexpr int QUERY_STEPS = LATENT_STEPS + ROPE / 16;  // products that make a score
