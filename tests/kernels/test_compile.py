@@ -15,6 +15,7 @@ from kdray.kernels import (
     cuda_fused,
     cuda_gemm,
     cuda_moe,
+    cuda_reduce,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
@@ -68,6 +69,7 @@ GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
 MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (512, 96, 2))  # width, inner, top_k
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
+    "all_reduce": [cuda_reduce.defines(dtype) for dtype in cuda_reduce.DTYPES],
     "topk_logprob": [
         cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES
     ],
