@@ -124,7 +124,7 @@ class AttentionRows:
 class AttentionSchedule:
     """Who does what of a batch, for all layers: plan_attention.cu.
 
-    piece   [P, 16] int32, as reference_attention.PIECE_FIELDS names them
+    piece   [P, 16] int32, as reference_plan.PIECE_FIELDS names them
     start   [G + 1] int32: block b has pieces start[b] .. start[b + 1] - 1
     """
 

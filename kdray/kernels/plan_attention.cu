@@ -17,7 +17,7 @@
 // least: cost below which another block is not worth its overhead; at least 2 setups and 2 steps.
 //
 // Grid 1 block of 256 threads. R and tiles any; G <= 256; P = R * tiles + G.
-// Oracle: kernels/reference_attention.py: plan_attention (tests: equal).
+// Oracle: kernels/reference_plan.py: plan_attention (tests: equal).
 
 #include "verify_attention_batch.cuh"
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ Request request_of(const Batch& batch, int r) {
 }
 
 // Steps begin .. end of a tile: number `number` of its `count` pieces, which neighbouring blocks
-// from first_block on have. kernels/reference_attention.py: PIECE_FIELDS names these in order.
+// from first_block on have. kernels/reference_plan.py: PIECE_FIELDS names these in order.
 struct alignas(16) Piece {
     int request;
     int first_row;  // the request's

@@ -16,7 +16,7 @@ from kdray.kernels.attention_table import AttentionPlan
 from kdray.kernels.cuda_attention import SHAPES, CudaAttention
 from kdray.kernels.ops import DeviceAttentionBatch
 from kdray.kernels.reference import ReferenceOps
-from kdray.kernels.reference_attention import PIECE_FIELDS, PlanCosts, plan_attention
+from kdray.kernels.reference_plan import PIECE_FIELDS, PlanCosts, plan_attention
 from tests.kernels.attention_cases import (
     CHAIN,
     STAR,
