@@ -114,9 +114,6 @@ __device__ __forceinline__ u32 fresh_block() {
 __device__ __forceinline__ void barrier_init(SharedAddress barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-__device__ __forceinline__ void barrier_close(SharedAddress barrier) {
-    asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
 // What this thread (and those it has met) wrote before is seen by who waits for the phase.
 __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
@@ -144,8 +141,6 @@ __device__ __forceinline__ void barrier_wait(SharedAddress barrier, int parity) 
                      : "memory");
     } while (!done);
 }
-
-__device__ __forceinline__ void pause(int nanoseconds) { __nanosleep(nanoseconds); }
 
 // Until another block of this launch, resident beside this one, has raised the counter so far.
 __device__ __forceinline__ void wait_for_blocks(const int* counter, int least) {
@@ -184,7 +179,6 @@ inline void wait_for_copies() { simt::copy_wait(); }
 inline u32 fresh_thread() { return threadIdx.x; }
 inline u32 fresh_block() { return blockIdx.x; }
 inline void barrier_init(SharedAddress barrier, int count) { simt::barrier_init(barrier, count); }
-inline void barrier_close(SharedAddress barrier) { simt::barrier_close(barrier); }
 inline void barrier_arrive(SharedAddress barrier) { simt::barrier_arrive(barrier); }
 inline void barrier_arrive_after_copies(SharedAddress barrier) {
     simt::barrier_arrive_after_copies(barrier);
@@ -198,7 +192,6 @@ inline void barrier_arrive_expecting(SharedAddress barrier, u32 bytes) {
     simt::barrier_arrive(barrier);
 }
 inline void barrier_wait(SharedAddress barrier, int parity) { simt::barrier_wait(barrier, parity); }
-inline void pause(int) {}
 inline void wait_for_blocks(const int* counter, int least) {
     while (*(const volatile int*)counter < least) simt::wait_for_other_blocks();
 }

@@ -1,4 +1,5 @@
-"""Tests that need a CUDA device; all of them bear the marker `gpu` and none is skipped with one."""
+"""Tests that need a CUDA device; all bear the marker `gpu`. With one none is skipped but those
+between two."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing.queues import SimpleQueue
 
 import pytest
@@ -12,15 +11,15 @@ from kdray.kernels.cuda_reduce import OneShotReduce, SharedRegions
 from kdray.kernels.graphs import record
 from kdray.kernels.loader import KernelLoader
 from kdray.model.parallel import Shard
-from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.collectives import TorchCollectives
 from kdray.verifier.short_sums import CAPACITY_BYTES, SIZES, open_short_sums
+from tests.gpu.two_gpus import HOST, WAIT_S, run_both
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-WAIT_S, HOST = 180.0, "127.0.0.1"
 LAUNCHES, A_GRAPH = 100_000, 100
 
 
@@ -64,19 +63,6 @@ def be_rank(rank: int, port: int, said: SimpleQueue[tuple[int, int, int]]) -> No
 
 
 def test_every_sum_of_very_many_launches_is_right() -> None:
-    context = multiprocessing.get_context("spawn")
-    store, port = open_store(HOST, WAIT_S)  # held until both have met
-    said: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
-    ranks = [context.Process(target=be_rank, args=(rank, port, said)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(WAIT_S)
-    ends = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    del store
-    assert ends == [0, 0]
-    (_, wrong, limit), (_, other_wrong, other_limit) = sorted(said.get() for _ in ranks)
+    (_, wrong, limit), (_, other_wrong, other_limit) = sorted(run_both(be_rank))
     assert wrong == other_wrong == 0
     assert limit == other_limit and limit in (0, *SIZES)

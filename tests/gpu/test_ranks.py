@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from itertools import islice
 from multiprocessing.queues import SimpleQueue
@@ -17,16 +16,17 @@ from kdray.engine import build_engine, build_follower, resolve
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
 from kdray.verifier.channel import ZmqReceiver, ZmqSender
-from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.collectives import TorchCollectives
 from kdray.verifier.rank_group import RankGroup, RankWorker
 from tests.gpu.near_ties import check_same
+from tests.gpu.two_gpus import HOST, WAIT_S, run_both
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-COUNT, WAIT_S, HOST = 40, 120.0, "127.0.0.1"
+COUNT = 40
 
 
 def visits_of() -> list[Visit]:
@@ -39,7 +39,7 @@ def config_of(**wishes: object) -> EngineConfig:
 
 
 def be_rank(
-    rank: int, config: EngineConfig, port: int, endpoint: str, replies: SimpleQueue[list[Reply]]
+    rank: int, port: int, config: EngineConfig, endpoint: str, replies: SimpleQueue[list[Reply]]
 ) -> None:
     torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -71,25 +71,10 @@ def be_rank(
 
 
 def on_two_gpus(config: EngineConfig) -> list[Reply]:
-    context = multiprocessing.get_context("spawn")
-    store, port = open_store(HOST, WAIT_S)  # held until both have met
-    replies: SimpleQueue[list[Reply]] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{Path(folder) / 'rank-1'}"
-        ranks = [
-            context.Process(target=be_rank, args=(rank, config, port, endpoint, replies))
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(WAIT_S)
-        ends = [rank.exitcode for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-    del store
-    assert ends == [0, 0]
-    return replies.get()
+        [replies] = run_both(be_rank, config, endpoint)
+    return list(replies)
 
 
 @pytest.fixture(scope="module")

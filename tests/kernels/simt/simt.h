@@ -615,13 +615,6 @@ inline void barrier_init(unsigned address, int count)
     barrier_at(address) = {(uint16_t)count, (uint16_t)count, 0, 0};
 }
 
-inline void barrier_close(unsigned address)
-{
-    const Barrier& barrier = barrier_at(address);
-    if (barrier.missing != barrier.expected || barrier.missing_chunks != 0)
-        fail("a barrier is closed in a phase", "barrier_close");
-}
-
 inline void end_phase_if_complete(Barrier& barrier)
 {
     if (barrier.missing != 0 || barrier.missing_chunks != 0) return;
