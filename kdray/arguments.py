@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from kdray.actors.placement import Placement
-from kdray.config import Device, DType, EngineConfig, FaultPolicy, KVDType, Mode
+from kdray.config import Device, DraftWeightType, DType, EngineConfig, FaultPolicy, KVDType, Mode
 from kdray.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
@@ -39,6 +39,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights and activations",
     )
     add("--kv-dtype", choices=get_args(KVDType), default=_DEFAULTS.kv_dtype, help="of the KV cache")
+    add(
+        "--draft-weights",
+        choices=get_args(DraftWeightType),
+        default=_DEFAULTS.draft_weights,
+        help="of the drafter's MLPs",
+    )
     add("--mode", choices=get_args(Mode), default=_DEFAULTS.mode, help="how to speculate")
     add("--budget", type=int, default=_DEFAULTS.budget, metavar="B", help="draft nodes a tree")
     add("--candidates", type=int, default=_DEFAULTS.candidates, metavar="K", help="per depth")
@@ -103,6 +109,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         device=arguments.device,
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
+        draft_weights=arguments.draft_weights,
         mode=arguments.mode,
         budget=arguments.budget,
         candidates=arguments.candidates,

@@ -333,6 +333,7 @@ def _load_drafter(
         num_pages=facts.num_pages + SPARE_PAGES,
         dtype=facts.dtype,
         device=facts.device,
+        weights=config.draft_weights,
     )
 
 

@@ -19,6 +19,7 @@ from kdray.facts import EngineFacts
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
+from kdray.model.draft_int4 import mlp_form
 from kdray.model.weight_bytes import drafter_bytes, table_bytes, target_bytes
 from kdray.model.weights import experts_stay_packed
 from kdray.verifier.kv_cache import KVCache
@@ -182,11 +183,21 @@ class Planned:
             Item(f"routers, {_name(router)}", target.routers, is_part=True),
         ]
         if drafter is not None:
-            items.append(Item("drafter's weights", drafter_bytes(drafter, self.dtype)))
+            items += self._drafter(drafter)
             if ranks > 1:
                 tables = table_bytes(self.model, self.dtype)
                 items.append(Item("target's embedding and head, whole, for the drafter", tables))
         return items
+
+    def _drafter(self, drafter: DFlashConfig) -> list[Item]:
+        device = torch.device("cuda" if self.on_gpu else "cpu")
+        form = mlp_form(self.config.draft_weights, self.dtype, device)
+        weights = drafter_bytes(drafter, self.dtype, form)
+        packed = "INT4 with bf16 scales" if form == "packed" else _name(self.dtype)
+        return [
+            Item("drafter's weights", weights.total),
+            Item(f"its MLPs, {packed}", weights.mlps, is_part=True),
+        ]
 
     def _beside(self, drafter: DFlashConfig | None, card: Card) -> list[Item]:
         context = max(CONTEXT_BYTES if self.on_gpu else 0, card.taken)

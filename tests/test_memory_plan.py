@@ -18,6 +18,7 @@ from kdray.memory_plan import GIB, Planned, fitting_ranks, plan_of_start
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
+from kdray.model.draft_int4 import MlpForm, PackedDraftMLP
 from kdray.model.drafter import DFlashDrafter
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
@@ -68,16 +69,33 @@ def test_target_bytes_are_those_of_a_loaded_model(tmp_path: Path, kind: str, ran
     assert held - scalars <= planned.total <= held
 
 
-def test_drafter_bytes_are_those_of_a_loaded_drafter() -> None:
+@pytest.mark.parametrize("form", ["whole", "rounded", "packed"])
+def test_drafter_bytes_are_those_of_a_loaded_drafter(form: MlpForm) -> None:
     folder = demo.drafter_path()
     config = DFlashConfig.from_folder(folder)
-    weights = load_weights(folder, config, torch.float32, torch.device("cpu"))
+    weights = load_weights(folder, config, torch.float32, torch.device("cpu"), form)
     held = tensors_of(weights, set())
     repeated = sum(
         tensors_of((layer.head_norm.weight, layer.key_norm.weight), set())
         for layer in weights.layers
     )
-    assert 0 <= held - drafter_bytes(config, torch.float32) <= repeated + 64 * len(weights.layers)
+    mlps = [layer.mlp for layer in weights.layers]
+    packed = [mlp for mlp in mlps if isinstance(mlp, PackedDraftMLP)]
+    shared = tensors_of([mlp.every for mlp in packed], set())
+    planned = drafter_bytes(config, torch.float32, form)
+    assert planned.mlps == tensors_of(mlps, set()) - shared
+    assert 0 <= held - shared - planned.total <= repeated + 64 * len(weights.layers)
+
+
+def test_kimis_drafter_in_int4_leaves_room_for_pages() -> None:
+    """18 matrices of 7168 by 18432, of which each weight loses 1.4375 bytes."""
+    saved = 18 * 7168 * 18432 * (2 - 0.5 - 2 / 32)
+    wide, narrow = (kimi(8, draft_weights=w).plan(0, RTX) for w in ("auto", "int4"))
+    assert narrow.room - wide.room == saved
+    names = {item.name: item.bytes for item in narrow.items}
+    assert names["drafter's weights"] / GIB == pytest.approx(3.30, abs=0.005)
+    assert names["its MLPs, INT4 with bf16 scales"] == 18 * 7168 * 18432 * 0.5625
+    assert "its MLPs, bf16" in {item.name for item in wide.items}
 
 
 def test_kimi_k26_on_eight_cards_by_the_sum() -> None:

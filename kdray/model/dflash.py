@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +23,31 @@ from kdray.model.draft_rope import DraftRope, Rotation
 from kdray.model.layers import RmsNorm, swiglu
 
 
+class DraftMLP(Protocol):
+    """A layer's SwiGLU, its weights kept in one way or another."""
+
+    def added(self, ops: Ops, x: Tensor, normed: Tensor) -> Tensor:
+        """x [R, S, E] + what the MLP makes of normed [R, S, E]."""
+        ...
+
+
+class WholeDraftMLP(NamedTuple):
+    """gate_up [E, 2 I], gate columns first; down [I, E]"""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def added(self, ops: Ops, x: Tensor, normed: Tensor) -> Tensor:
+        return x + torch.matmul(swiglu(torch.matmul(normed, self.gate_up)), self.down)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftLayer:
-    """One layer's weights, [in, out]; E width, H query heads, G key heads, D head dim, I inner.
+    """One layer's weights, [in, out]; E width, H query heads, G key heads, D head dim.
 
     input_norm, post_norm over E; qkv [E, (H + 2 G) D], q before k before v; head_norm over
     [H + G, D], the q norm for every query head, then the k norm; key_norm, its last G rows;
-    out [H D, E]; gate_up [E, 2 I]; down [I, E]
+    out [H D, E]
     """
 
     input_norm: RmsNorm
@@ -37,8 +56,7 @@ class DraftLayer:
     key_norm: RmsNorm
     out: Tensor
     post_norm: RmsNorm
-    gate_up: Tensor
-    down: Tensor
+    mlp: DraftMLP
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,8 +100,7 @@ class DFlashNetwork:
         x = block
         for layer, context in zip(self.weights.layers, contexts, strict=True):
             x = x + self._attend(layer, layer.input_norm(x), turn, context)
-            inner = torch.matmul(layer.post_norm(x), layer.gate_up)
-            x = x + torch.matmul(swiglu(inner), layer.down)
+            x = layer.mlp.added(self._ops, x, layer.post_norm(x))
         return self.weights.norm(x[:, 1:])
 
     def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:

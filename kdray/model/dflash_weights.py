@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from kdray.errors import CheckpointError, UnsupportedModel
+from kdray.kernels.moe_layout import PackedExperts
 from kdray.model.checkpoint import Checkpoint
-from kdray.model.dflash import DraftLayer, DraftWeights
+from kdray.model.dflash import DraftLayer, DraftMLP, DraftWeights, WholeDraftMLP
 from kdray.model.dflash_config import DFlashConfig
+from kdray.model.draft_int4 import (
+    EveryPart,
+    MlpForm,
+    PackedDraftMLP,
+    check_groups,
+    int4_of,
+    part_of,
+    rounded,
+)
 from kdray.model.layers import RmsNorm
 from kdray.model.placed import PlacedCheckpoint
 
@@ -24,17 +34,27 @@ _ALIASES = {
 
 
 def load_weights(
-    folder: str | Path, config: DFlashConfig, dtype: torch.dtype, device: torch.device
+    folder: str | Path,
+    config: DFlashConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: MlpForm = "whole",
 ) -> DraftWeights:
-    """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined."""
+    """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined.
+
+    form: of the MLPs. Raises ConfigError where INT4 cannot hold their sizes.
+    """
+    if form != "whole":
+        check_groups(config)
     checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
     reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
     shapes = dict(weight_shapes(config))
     reader.check(shapes)
+    read_mlp = _mlp_reader(reader, config, form)
     return DraftWeights(
         fc=reader.matrix("fc.weight"),
         hidden_norm=reader.norm("hidden_norm.weight"),
-        layers=tuple(_layer(reader, i, config) for i in range(len(config.layers))),
+        layers=tuple(_layer(reader, i, config, read_mlp) for i in range(len(config.layers))),
         norm=reader.norm("norm.weight"),
     )
 
@@ -61,13 +81,18 @@ class _Reader:
         return RmsNorm.of(self.vector(name), self.eps)
 
     def vector(self, name: str) -> Tensor:
-        stored = self.checkpoint.tensor(self._stored_name(name))
-        return stored.to(self.device, self.dtype)
+        return self.stored(name).to(self.device, self.dtype)
 
     def matrix(self, *names: str) -> Tensor:
         """Weights [in, out] side by side: the transpose of how they are stored."""
-        parts = [self.checkpoint.tensor(self._stored_name(name)) for name in names]
-        return torch.cat(parts).to(self.device, self.dtype).T.contiguous()
+        return self.laid_out(torch.cat([self.stored(name) for name in names]))
+
+    def laid_out(self, weight: Tensor) -> Tensor:
+        return weight.to(self.device, self.dtype).T.contiguous()
+
+    def stored(self, name: str, rows: slice | None = None) -> Tensor:
+        """[out, in], or some outputs of it, in the dtype of the file."""
+        return self.checkpoint.tensor(self._stored_name(name), rows)
 
     def _stored_name(self, name: str) -> str:
         spellings = [name, f"model.{name}"]
@@ -82,9 +107,12 @@ class _Reader:
         )
 
 
-def _layer(reader: _Reader, index: int, config: DFlashConfig) -> DraftLayer:
+ReadMLP = Callable[[str], DraftMLP]
+
+
+def _layer(reader: _Reader, index: int, config: DFlashConfig, read_mlp: ReadMLP) -> DraftLayer:
     prefix = f"layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    attention = prefix + "self_attn."
     q_norm, k_norm = (reader.vector(f"{attention}{x}_norm.weight") for x in "qk")
     query_norms, key_norms = [q_norm] * config.num_heads, [k_norm] * config.num_kv_heads
     return DraftLayer(
@@ -94,9 +122,43 @@ def _layer(reader: _Reader, index: int, config: DFlashConfig) -> DraftLayer:
         key_norm=RmsNorm.of(torch.stack(key_norms), reader.eps),
         out=reader.matrix(f"{attention}o_proj.weight"),
         post_norm=reader.norm(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=reader.matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-        down=reader.matrix(f"{mlp}down_proj.weight"),
+        mlp=read_mlp(f"{prefix}mlp."),
     )
+
+
+def _mlp_reader(reader: _Reader, config: DFlashConfig, form: MlpForm) -> ReadMLP:
+    """Reads an MLP by the prefix of its tensors' names."""
+    if form == "packed":
+        part = part_of(config.intermediate_size)
+        every = EveryPart.of(config.intermediate_size // part, reader.device)
+        return lambda prefix: _packed_mlp(reader, prefix, config, part, every)
+    change = rounded if form == "rounded" else _as_it_is
+
+    def read(prefix: str) -> DraftMLP:
+        gate, up, down = (
+            change(reader.stored(f"{prefix}{name}_proj.weight")) for name in ("gate", "up", "down")
+        )
+        return WholeDraftMLP(reader.laid_out(torch.cat([gate, up])), reader.laid_out(down))
+
+    return read
+
+
+def _packed_mlp(
+    reader: _Reader, prefix: str, config: DFlashConfig, part: int, every: EveryPart
+) -> PackedDraftMLP:
+    """Part by part, which bounds what lies about while they are rounded and packed."""
+    width, inner = config.hidden_size, config.intermediate_size
+    experts = PackedExperts.empty(inner // part, width, part, reader.device)
+    down = reader.stored(f"{prefix}down_proj.weight")
+    for number in range(experts.num_experts):
+        own = slice(number * part, (number + 1) * part)
+        gate, up = (reader.stored(f"{prefix}{name}_proj.weight", own) for name in ("gate", "up"))
+        experts.put(number, int4_of(gate), int4_of(up), int4_of(down[:, own]))
+    return PackedDraftMLP(experts, every)
+
+
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def weight_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kdray.config import DraftWeightType
 from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
@@ -20,6 +21,7 @@ from kdray.model.config import ModelConfig
 from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
+from kdray.model.draft_int4 import mlp_form
 from kdray.model.target import TargetModel
 from kdray.model.target_tables import TargetTables
 
@@ -112,10 +114,12 @@ class DFlashDrafter:
         num_pages: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        weights: DraftWeightType = "auto",
     ) -> DFlashDrafter:
         """The drafter of a folder for a target: one that holds its whole tables, or its folder.
 
-        A loaded target's dtype and device take the place of `dtype` and `device`.
+        weights: as EngineConfig.draft_weights. A loaded target's dtype and device take the place of
+        `dtype` and `device`.
         Raises CheckpointError where the folder is broken or made for another target, and
         UnsupportedModel where the drafter has parts kdray does not run.
         """
@@ -128,8 +132,9 @@ class DFlashDrafter:
         else:
             check_fits(config, ModelConfig.from_folder(target), folder)
             tables = TargetTables.read(target, dtype, device)
+        form = mlp_form(weights, dtype, device)
         return cls(
-            DFlashNetwork(config, load_weights(folder, config, dtype, device), ops),
+            DFlashNetwork(config, load_weights(folder, config, dtype, device, form), ops),
             tables,
             ops=ops,
             candidates=candidates,

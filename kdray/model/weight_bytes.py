@@ -10,6 +10,7 @@ import torch
 from kdray.model.config import INT4_GROUP, ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import weight_shapes
+from kdray.model.draft_int4 import MlpForm
 from kdray.model.manifest import needed_tensors
 
 INT4_BYTES = 1 / 2 + 2 / INT4_GROUP  # of a weight: its half byte, and its part of a bf16 scale
@@ -56,8 +57,27 @@ def target_bytes(
     return TargetBytes(round(experts), round(split), round(whole), round(routers))
 
 
-def drafter_bytes(config: DFlashConfig, dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for _, shape in weight_shapes(config)) * dtype.itemsize
+class DrafterBytes(NamedTuple):
+    """Its MLPs, and what else it has: attention, the features' projection, norms."""
+
+    mlps: int
+    others: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def drafter_bytes(config: DFlashConfig, dtype: torch.dtype, form: MlpForm) -> DrafterBytes:
+    """form: how its MLPs are kept."""
+    mlps, others = 0, 0
+    for name, shape in weight_shapes(config):
+        if ".mlp." in name:
+            mlps += math.prod(shape)
+        else:
+            others += math.prod(shape)
+    each = INT4_BYTES if form == "packed" else dtype.itemsize
+    return DrafterBytes(round(mlps * each), others * dtype.itemsize)
 
 
 def table_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
