@@ -23,20 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
+from judge import Judge
 from record import Record
 from traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 
 from kdray.arguments import add_engine_arguments, engine_config
 from kdray.config import EngineConfig
 from kdray.core.request import Request, SamplingParams
-from kdray.core.sampling import gumbel_noise
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import ConfigError, KdrayError
-from kdray.kernels.ops import AttentionBatch, load_ops
-from kdray.model.batch import ForwardBatch
-from kdray.model.target import TargetModel
 
 PROBE = SamplingParams(max_tokens=64, temperature=0.8, seed=1234)
 
@@ -178,49 +174,6 @@ def parted(visit: Visit, a: Reply, b: Reply) -> bool:
         return a != b
     shared = min(len(a.token_ids), len(b.token_ids))
     return a.token_ids[:shared] != b.token_ids[:shared]
-
-
-class Judge:
-    """Says how far apart two tokens stood where two ways parted, in fp32 on the CPU."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        facts = resolve(config)
-        self.dtype = facts.dtype
-        # Logits reach some 40: sums in another order move them by a few units of their last place.
-        self.near_tie = 2e-3 if facts.dtype == torch.float32 else 40 * 2.0**-8 * 4
-        self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
-
-    def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
-        """Distance of the two tokens at the first difference in logits: noise included, by the
-        temperature that both are divided by."""
-        shared = zip(mine, other, strict=False)
-        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
-        if at is None:
-            return float("inf")  # one of them ended early
-        prefix = [*visit.prompt, *mine[:at]]
-        logits = self._logits(prefix)
-        sampling = visit.sampling
-        if sampling.temperature > 0:
-            seed, position = np.array([sampling.seed]), np.array([len(prefix)])
-            noise = gumbel_noise(seed, position, len(logits))[0]
-            logits = logits + sampling.temperature * noise
-        return abs(float(logits[mine[at]] - logits[other[at]]))
-
-    @torch.inference_mode()
-    def _logits(self, prefix: Sequence[int]) -> np.ndarray:
-        model, count = self._model, len(prefix)
-        place = torch.arange(count)
-        attention = AttentionBatch(
-            row_start=(0, count), num_cached=(0,), num_known=(count,),
-            page_table=torch.zeros(1, 1, dtype=torch.int32), page_size=count,
-            mask=torch.ones(1, 1, 1, dtype=torch.int32),
-        )  # fmt: skip
-        batch = ForwardBatch(
-            token=torch.tensor(prefix), position=place, slot=place, attention=attention
-        )
-        caches = [torch.zeros(count, model.kv_width) for _ in range(model.num_layers)]
-        logits: np.ndarray = model.logits(model.forward(batch, caches).hidden[-1:])[0].numpy()
-        return logits
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""How far from another choice a model stood where two ways of decoding parted, in fp32 on the CPU.
+
+Where the two tokens stood level, or one of them at the edge of what top-k, top-p or min-p leave,
+sums in another order decide which is drawn. Anywhere else one of the ways is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from traffic import Visit
+
+from kdray.config import EngineConfig
+from kdray.core.request import SamplingParams
+from kdray.core.sampling import (
+    Float32Array,
+    adjust_logits,
+    divisor_of,
+    drop_unlikely,
+    gumbel_noise,
+    temper,
+)
+from kdray.engine import resolve
+from kdray.kernels.ops import AttentionBatch, load_ops
+from kdray.model.batch import ForwardBatch
+from kdray.model.target import TargetModel
+
+
+class Judge:
+    """near_tie: what a margin of the target's dtype may be."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        facts = resolve(config)
+        self.dtype = facts.dtype
+        # Logits reach some 40: sums in another order move them by a few units of their last place.
+        self.near_tie = 2e-3 if facts.dtype == torch.float32 else 40 * 2.0**-8 * 4
+        self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
+
+    def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
+        """At the first difference; inf where one of the two ended early."""
+        shared = zip(mine, other, strict=False)
+        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
+        if at is None:
+            return float("inf")
+        prefix = [*visit.prompt, *mine[:at]]
+        history = (visit.prompt, mine[:at])
+        logits = adjust_logits(self._logits(prefix), visit.sampling, history)
+        return margin_of(logits, visit.sampling, len(prefix), (mine[at], other[at]))
+
+    @torch.inference_mode()
+    def _logits(self, prefix: Sequence[int]) -> np.ndarray:
+        model, count = self._model, len(prefix)
+        place = torch.arange(count)
+        attention = AttentionBatch(
+            row_start=(0, count), num_cached=(0,), num_known=(count,),
+            page_table=torch.zeros(1, 1, dtype=torch.int32), page_size=count,
+            mask=torch.ones(1, 1, 1, dtype=torch.int32),
+        )  # fmt: skip
+        batch = ForwardBatch(
+            token=torch.tensor(prefix), position=place, slot=place, attention=attention
+        )
+        caches = [torch.zeros(count, model.kv_width) for _ in range(model.num_layers)]
+        logits: np.ndarray = model.logits(model.forward(batch, caches).hidden[-1:])[0].numpy()
+        return logits
+
+
+def margin_of(
+    logits: Float32Array, params: SamplingParams, position: int, pair: tuple[int, int]
+) -> float:
+    """What logits [V], adjusted, must at least move by, against one another, for either of two
+    tokens to be the one drawn at `position`.
+
+    One token is drawn before the other if it is kept, and the other is behind it or dropped.
+    """
+    a, b = pair
+    if params.temperature == 0:
+        return abs(float(logits[a] - logits[b]))
+    assert params.seed is not None
+    tempered = temper(logits, params.temperature)
+    value = tempered + gumbel_noise([params.seed], [position], len(logits))[0]
+    kept_by = {token: slack(tempered, params, token) for token in pair}
+    ahead = float(value[a] - value[b])
+    moves = (-kept_by[a], -kept_by[b], min(-ahead, kept_by[b]), min(ahead, kept_by[a]))
+    return max(0.0, *moves) * divisor_of(params)
+
+
+def slack(tempered: Float32Array, params: SamplingParams, token: int) -> float:
+    """By how much a token is inside what the filters keep of tempered logits [V]; below 0: outside.
+
+    In units of tempered logits: of the last token kept or the first one dropped, of the log-odds of
+    the probability before it (top-p), of the best token (min-p).
+    """
+    own = float(tempered[token])
+    found = [float("inf")]
+    if params.min_p > 0:
+        found.append(own - float(np.log(params.min_p)))
+    if params.top_k or params.top_p < 1:
+        cut = SamplingParams(top_k=params.top_k, top_p=params.top_p)
+        is_kept = np.isfinite(drop_unlikely(tempered, cut))
+        next_one = float(tempered[~is_kept].max(initial=-np.inf))
+        last = float(tempered[is_kept].min())
+        edges = [own - (next_one if is_kept[token] else last)]
+        if params.top_p < 1:
+            edges.append(_mass_slack(tempered, cut, token))
+        found.append(min(edges) if is_kept[token] else min(0.0, max(edges)))
+    return min(found)
+
+
+def _mass_slack(tempered: Float32Array, params: SamplingParams, token: int) -> float:
+    """log-odds of top_p over those of what comes before the token among the top k."""
+    order = np.argsort(-tempered, kind="stable")[: params.top_k or None]
+    weight = np.exp(tempered[order].astype(np.float64))
+    above = weight[tempered[order] > tempered[token]].sum() / weight.sum()
+    if above == 0:
+        return float("inf")
+    if above >= 1:
+        return -float("inf")
+    top_p = params.top_p
+    return float(np.log(top_p / (1 - top_p)) - np.log(above / (1 - above)))
