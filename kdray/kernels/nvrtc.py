@@ -125,7 +125,7 @@ def compile_source(source: KernelSource) -> Cubin:
         log = _log(nvrtc, program)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelError(f"{source.name}.cu does not compile for {source.arch}:\n{log}")
-        image = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        image = _room(_check(nvrtc.nvrtcGetCUBINSize(program)))
         _check(nvrtc.nvrtcGetCUBIN(program, image))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -141,9 +141,16 @@ def _options(source: KernelSource) -> Iterator[str]:
 
 
 def _log(nvrtc: ModuleType, program: Any) -> str:
-    log: bytes = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _room(_check(nvrtc.nvrtcGetProgramLogSize(program)))
     _check(nvrtc.nvrtcGetProgramLog(program, log))
     return log.rstrip(b"\0 ").decode(errors="replace")
+
+
+def _room(size: int) -> bytes:
+    """Bytes for the compiler to write into. An empty log is one byte, and Python has but one object
+    for every single byte: written to, it would be another byte to the whole process.
+    """
+    return b" " * max(size, 2)
 
 
 def _usages(log: str) -> Iterator[tuple[str, EntryUsage]]:

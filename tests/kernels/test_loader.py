@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kdray.errors import KernelError
+from kdray.kernels import nvrtc
 from kdray.kernels.cubin_cache import CubinCache, default_folder
 from kdray.kernels.loader import KernelLoader, _cell, compile_cubin
 from kdray.kernels.nvrtc import Cubin, KernelSource, compile_source, read_source
@@ -46,6 +47,16 @@ def test_a_cubin_says_what_its_entry_points_use(folder: Path) -> None:
     assert cubin.entries["clear"].shared_bytes == 0
     assert all(0 < usage.registers < 64 for usage in cubin.entries.values())
     assert all(usage.spill_bytes == 0 for usage in cubin.entries.values())
+
+
+def test_an_empty_log_leaves_other_bytes_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log of one byte would be written into Python's only object for that byte."""
+    monkeypatch.setattr(nvrtc, "OPTIONS", ("--std=c++17",))
+    cubin = compile_source(source(folder))
+    assert cubin.log == "" and cubin.image.startswith(b"\x7fELF")
+    assert bytes([32]) == bytearray(b"\x20")
 
 
 def test_spills_are_seen(folder: Path) -> None:
