@@ -17,12 +17,13 @@ from kdray.kernels.ops import Ops
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.reference_round import ReferenceRoundOps
 from kdray.kernels.round_ops import RoundOps
-from kdray.kernels.selftest_cases import CASES, ROUND_CASES, Case, Tokens
+from kdray.kernels.selftest_cases import CASES, ROUND_CASES, Case, Codes, Output, Tokens
 from kdray.kernels.selftest_inputs import Inputs, Sizes
 
 # Largest difference over the largest value: sums in another order, rounded to bf16 two or three
 # times on the way. A kernel that is wrong is off by its whole size.
 CLOSE = {torch.bfloat16: 2**-5, torch.float32: 1e-4}
+CLOSE_CODES = 2**-3  # from 416 to 448, the largest codes, is 1/14
 SCORE_UNITS = 16  # a float32 log-sum-exp may round otherwise: 4e-6 nat in fixed point
 
 
@@ -63,12 +64,19 @@ def _check(name: str, run: Case, inputs: Inputs, ops: Any, reference: Any) -> No
             )
 
 
-def _difference(found: Tensor | Tokens, wanted: Tensor | Tokens) -> str | None:
+def _difference(found: Output, wanted: Output) -> str | None:
     """What is amiss, or None."""
-    if isinstance(found, Tokens) or isinstance(wanted, Tokens):
-        assert isinstance(found, Tokens) and isinstance(wanted, Tokens)
+    if isinstance(found, Codes) and isinstance(wanted, Codes):
+        return _distance(found.value, wanted.value, CLOSE_CODES)
+    if isinstance(found, Tokens) and isinstance(wanted, Tokens):
         off = (found.score.long() - wanted.score.long()).abs().max().item()
         return None if off <= SCORE_UNITS else f"is off by {off} units of 2^-22 nat"
+    assert isinstance(found, Tensor) and isinstance(wanted, Tensor)
+    return _distance(found, wanted, CLOSE.get(wanted.dtype, 0.0))
+
+
+def _distance(found: Tensor, wanted: Tensor, allowed: float) -> str | None:
+    """allowed: of the largest number; integers are to be equal."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"is {list(found.shape)} {found.dtype}, not {list(wanted.shape)} {wanted.dtype}"
     if not wanted.is_floating_point():
@@ -78,12 +86,11 @@ def _difference(found: Tensor | Tokens, wanted: Tensor | Tokens) -> str | None:
         return "holds numbers that are not finite"
     off = (found.double() - wanted.double()).abs().max().item()
     share = off / max(wanted.double().abs().max().item(), 1e-30)
-    allowed = CLOSE[wanted.dtype]
     return None if share <= allowed else f"is off by {share:.2g} of its size ({allowed:.2g} is due)"
 
 
-def _on_host(value: Tensor | Tokens) -> Tensor | Tokens:
-    return Tokens(value.score.cpu()) if isinstance(value, Tokens) else value.cpu()
+def _on_host(value: Output) -> Output:
+    return value.cpu() if isinstance(value, Tensor) else type(value)(value[0].cpu())
 
 
 def _card(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
+from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
 from kdray.kernels.ops import (
     AttentionBatch,
@@ -32,7 +33,14 @@ class Tokens(NamedTuple):
     score: Tensor
 
 
-Outputs = Sequence[Tensor | Tokens]
+class Codes(NamedTuple):
+    """Of numbers kept in e4m3: one that rounds otherwise in bf16 may have the code beside."""
+
+    value: Tensor
+
+
+Output = Tensor | Tokens | Codes
+Outputs = Sequence[Output]
 Case = Callable[[Any, Inputs], Outputs]
 
 
@@ -48,7 +56,9 @@ def _trees(ops: Ops, given: Inputs) -> Outputs:
 
 
 def _rope(ops: Ops, given: Inputs) -> Outputs:
-    return [given.known(given.cache(ops))]
+    cache = given.cache(ops)
+    known = given.known(cache)
+    return [Codes(known) if is_fp8(cache) else known]
 
 
 def _attention(ops: Ops, given: Inputs) -> Outputs:
