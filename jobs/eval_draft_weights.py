@@ -47,7 +47,7 @@ from kdray.model.dflash_weights import weight_shapes
 
 GROUP = 32
 BITS = {"whole": 16, "int8": 8, "int4": 4, "int4 everywhere": 4}
-WAYS: tuple[tuple[Mode, int], ...] = (("chain", 7), ("tree", 8), ("tree", 16), ("tree", 32))
+DEPTH = 7  # of the demo's drafter, and so of its longest chain
 KIMI = Path(__file__).resolve().parent / "kimi_k26" / "drafter"
 MOST_LOST = 0.03
 
@@ -66,10 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record("draft_weights", vars(arguments) | {"out": None}, arguments.out)
     add_bytes(record)
     with tempfile.TemporaryDirectory(prefix="kdray-draft-") as home:
-        drafters = kept_drafters(Path(home))
-        good = all(
-            [evaluate(arguments, temperature, drafters, record) for temperature in (0.0, 0.7)]
-        )
+        drafters = [each for each in kept_drafters(Path(home)) if each.name in arguments.weights]
+        good = all([evaluate(arguments, t, drafters, record) for t in arguments.temperatures])
     record.finish()
     return 0 if good else 1
 
@@ -79,12 +77,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--threads", type=int, default=None)
-    add("--per-kind", type=int, default=25, help="prompts of each kind")
+    add("--weights", nargs="+", choices=list(BITS), default=list(BITS), help="whole among them")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    add("--budgets", type=int, nargs="+", default=[8, 16, 32], help="of trees")
+    add("--per-kind", type=int, default=40, help="prompts of each kind")
     add("--max-tokens", type=int, default=160)
     add("--max-requests", type=int, default=32)
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=None, help="folder of the results file")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if "whole" not in arguments.weights:
+        parser.error("--weights needs whole, beside which the others stand")
+    return arguments
 
 
 def kept_drafters(home: Path) -> list[Kept]:
@@ -148,7 +152,8 @@ def evaluate(
     ask = partial(answers, arguments, temperature)
     plain = [completion.token_ids for completion in ask(drafters[0], "plain", 0)]
     good = True
-    for mode, budget in WAYS:
+    ways: list[tuple[Mode, int]] = [("chain", DEPTH), *(("tree", b) for b in arguments.budgets)]
+    for mode, budget in ways:
         whole: list[int] = []
         for kept in drafters:
             done = ask(kept, mode, budget)
