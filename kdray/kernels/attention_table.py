@@ -22,7 +22,7 @@ ROWS: tuple[tuple[int, int, int, int], ...] = ()
 class AttentionPlan:
     """Costs are in units of cuda_attention.SHAPES: a step of 16 keys by 72 rows is 15.
 
-    blocks       of the grid, all resident
+    blocks       of the grid, one a multiprocessor at most
     least_cost   of a block's share of the work
     small_cost   where all work is less than this for each block, tiles have small_rows rows (a
                  multiple of 8) instead of the most: more tiles, so fewer parts of each to merge

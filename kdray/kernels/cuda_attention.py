@@ -148,6 +148,7 @@ class CudaAttention:
     ) -> None:
         """plan: instead of the table's; variant: further defines of the kernel, for measuring."""
         self._loader = loader
+        self._on_gpu = loader.device.type == "cuda"
         self._plan = plan
         self._variant = dict(variant)
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
@@ -185,7 +186,7 @@ class CudaAttention:
         """
         shape, requests = SHAPES[dtype], rows.page_table.shape[0]
         plan = self._plan or self._plan_for(dtype, requests, rows.rows_cap * heads)
-        blocks, tile_rows = min(plan.blocks, MAX_BLOCKS), self._tile_rows(shape)
+        blocks, tile_rows = min(plan.blocks, self._most_blocks()), self._tile_rows(shape)
         small_rows = min(plan.small_rows, tile_rows)
         tiles = -(-rows.rows_cap * heads // small_rows)
         device = rows.row_start.device
@@ -204,6 +205,7 @@ class CudaAttention:
                 *(shape.step_cost, shape.eight_cost, shape.setup_cost),
                 *(max(shape.lowest_share, plan.least_cost), blocks),
             ),
+            overlap=True,
         )
         return schedule
 
@@ -241,12 +243,12 @@ class CudaAttention:
                 np.float32(scale * LOG2_E),
             ),
             shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim, fp8),
-            cooperative=True,
+            overlap=True,
         )
 
     def _tile_rows(self, shape: _Shape) -> int:
         """Rows of a tile at most; sm_120 has registers for one eight less (.._shared.cuh)."""
-        newer = self._loader.device.type == "cuda" and int(self._loader.arch[3:]) >= 120
+        newer = self._on_gpu and int(self._loader.arch[3:]) >= 120
         return min(shape.tile_rows, 64) if newer else shape.tile_rows
 
     def _plan_for(self, dtype: torch.dtype, requests: int, packed_rows: int) -> AttentionPlan:
@@ -273,8 +275,12 @@ class CudaAttention:
             )
         return self._work[key]
 
+    def _most_blocks(self) -> int:
+        """They wait for one another: a multiprocessor for each."""
+        return min(MAX_BLOCKS, self._processors()) if self._on_gpu else MAX_BLOCKS
+
     def _processors(self) -> int:
-        if self._loader.device.type != "cuda":
+        if not self._on_gpu:
             return 3  # the kernel's source run on the CPU
         return torch.cuda.get_device_properties(self._loader.device).multi_processor_count
 

@@ -62,11 +62,13 @@ class CudaMoe:
     """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
 
     def __init__(
-        self, loader: KernelLoader, *, overlap: bool = False, buffers: Buffers = BUFFERS
+        self, loader: KernelLoader, *, overlap: bool = True, buffers: Buffers = BUFFERS
     ) -> None:
-        """overlap: let a launch start while the kernel before it ends, at the price that nothing
-        else may hold multiprocessors meanwhile that waits for this one's end; for measuring, as
-        other buffers are."""
+        """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
+        another, and come to be resident: what is in front ends without them, and what is behind
+        starts when they all have. Otherwise, for measuring, as other buffers are, the launch is
+        cooperative.
+        """
         self._loader = loader
         self._buffers = buffers
         self._launch = {"overlap": True} if overlap else {"cooperative": True}

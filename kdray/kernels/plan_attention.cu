@@ -19,6 +19,7 @@
 // Grid 1 block of 256 threads. R and tiles any; G <= 256; P = R * tiles + G.
 // Oracle: kernels/reference_plan.py: plan_attention (tests: equal).
 
+#include "overlap.cuh"
 #include "verify_attention_batch.cuh"
 
 constexpr int THREADS = 256;
@@ -209,9 +210,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan_attention(Piece* piece, int* start, u32* cost, const int* row_start,
                    const int* num_cached, const int* num_known, const int* num_nodes,
                    int num_requests, int heads, int pages, int page_shift, int nodes, int tiles,
-                   int tile_rows, int small_rows, int small_cost, int step, int step_cost, int eight_cost, int setup_cost,
-                   int least, int blocks) {
+                   int tile_rows, int small_rows, int small_cost, int step, int step_cost,
+                   int eight_cost, int setup_cost, int least, int blocks) {
     __shared__ Shared s;
+    start_behind_previous();
     const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
                          heads,     pages,      page_shift, nodes};
     Costs costs = {tile_rows, step, step_cost, eight_cost, setup_cost, tiles};

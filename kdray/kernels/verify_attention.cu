@@ -16,7 +16,7 @@
 //             row_start[r] .., num_known[r] + num_nodes[r] - 1 of them real, none with num_known 0
 // page_table  [R, pages] int32; mask [R, nodes, words] int32
 //
-// Grid G blocks, all resident at once (cooperative), of 384 threads, 256 in float32. A block works
+// Grid G blocks, at most one a multiprocessor, of 384 threads, 256 in float32. A block works
 // through the pieces of work that plan_attention dealt to it; parts of tiles that several blocks
 // share are merged at the end, by all of them (verify_attention_merge.cuh).
 //
@@ -37,6 +37,7 @@
 // 2^-7 of float64 over what the rows stand for.
 // Oracle: kernels/reference_attention.py and float64 (tests/gpu/test_verify_attention.py).
 
+#include "overlap.cuh"
 #include "verify_attention_fp32.cuh"
 #include "verify_attention_merge.cuh"
 #include "verify_attention_score.cuh"
@@ -94,11 +95,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
                           scale};
     if (threadIdx.x == 0) {
         s.num_waiting = 0;
-        s.next = start[blockIdx.x];
-        s.last = start[blockIdx.x + 1];
         s.end_step = 0;
         s.pieces = ~0u;
         open_barriers(s);
+    }
+    start_behind_previous();
+    if (threadIdx.x == 0) {
+        s.next = start[blockIdx.x];
+        s.last = start[blockIdx.x + 1];
     }
     __syncthreads();
 #pragma unroll 1
@@ -150,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1) verify_attention_
                                {mask, nodes, words},
                                heads,
                                scale};
+    start_behind_previous();
     const int first = start[blockIdx.x], last = start[blockIdx.x + 1];
     if (threadIdx.x == 0) s.num_waiting = 0;
     for (int i = first; i < last; ++i) {

@@ -2,8 +2,9 @@
 // share of the tile over all parts in their order: the reading is spread evenly, and the order of
 // sums is fixed.
 //
-// All blocks of the grid must be resident (a cooperative launch): they wait for one another, each
-// only after it has posted everything of its own.
+// Blocks wait for one another, each only after it has posted everything of its own. So all of the
+// grid must come to be resident, which they do where there is a multiprocessor for each: what ran
+// in front ends without them, and what comes behind starts when they all have.
 #pragma once
 
 #include "verify_attention_batch.cuh"
