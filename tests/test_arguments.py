@@ -1,4 +1,4 @@
-"""The command line's words for faults, as a policy."""
+"""The command line's words as a config: for faults, and for a drafter's weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from kdray.arguments import add_engine_arguments, engine_config, parse_faults
 from kdray.config import FaultPolicy
 from kdray.errors import ConfigError
+from kdray.serve.arguments import parse_arguments
 
 
 def test_what_is_not_named_keeps_its_default() -> None:
@@ -38,3 +39,13 @@ def test_the_policy_reaches_the_config() -> None:
     add_engine_arguments(parser)
     config = engine_config(parser.parse_args(["--faults", "end_timeout_s=5"]))
     assert config.faults == FaultPolicy(end_timeout_s=5.0)
+
+
+def test_the_drafters_weights_reach_the_config() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    assert engine_config(parser.parse_args([])).draft_weights == "auto"
+    assert engine_config(parser.parse_args(["--draft-weights", "int4"])).draft_weights == "int4"
+    assert parse_arguments({"draft_weights": "int4"}).config.draft_weights == "int4"
+    with pytest.raises(ConfigError, match="draft_weights must be one of auto, int4, got 'int8'"):
+        parse_arguments({"draft_weights": "int8"})
