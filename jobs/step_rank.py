@@ -1,0 +1,313 @@
+"""One rank of a target of Kimi K2.6's shape on its GPU: its shard, its KV, rank 0's drafter.
+
+The other ranks are either there, a process each, or looked for in the rank itself (Loopback).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_checkpoint import KIMI, read_config
+from step_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
+from torch import Tensor
+
+from kdray.config import EngineConfig
+from kdray.facts import EngineFacts
+from kdray.kernels.ops import Ops, RoutingRule, load_ops
+from kdray.kernels.round_ops import RoundOps, load_round_ops
+from kdray.memory_plan import SPARE_PAGES, plan_of_start
+from kdray.model.dflash import DFlashNetwork
+from kdray.model.dflash_config import DFlashConfig, default_target_layer_ids
+from kdray.model.draft_int4 import mlp_form
+from kdray.model.drafter import DFlashDrafter, check_fits
+from kdray.model.parallel import Collectives, Shard
+from kdray.model.target import TargetModel
+from kdray.model.weights import WeightReader
+from kdray.verifier.collectives import TorchCollectives, open_store
+from kdray.verifier.kv_cache import KVCache
+from kdray.verifier.verifier import Verifier
+
+HOST = "127.0.0.1"
+MEET_S = 300.0
+# Everything small, and still split by eight: 32 inputs a rank of an expert's second product.
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256,
+    "num_attention_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 24,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+TINY_DRAFTER = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+class Loopback:
+    """The collectives of rank 0 of `size` where the others are not: what they would send is what
+    it has itself. Sums stay its own part; joins repeat it. Nothing travels, so a step that is timed
+    with it lacks what travelling takes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self._size, dim=-1)
+
+    def deal_rows(self, x: Tensor) -> Tensor:
+        return x[: len(x) // self._size].repeat(1, self._size)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+
+class WatchedOps:
+    """Another's ops, which also tell what the routers chose while `watch` is open."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._chosen: list[Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def route_experts(
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        expert, weight = self._ops.route_experts(logits, bias, rule)
+        if self._chosen is not None:
+            self._chosen.append(expert)
+        return expert, weight
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Tensor]]:
+        """What every router chose meanwhile, [T, k] each, in the order of the layers."""
+        self._chosen = []
+        try:
+            yield self._chosen
+        finally:
+            self._chosen = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rank:
+    """All that is timed. drafter: on rank 0 only; depth, candidates: of the drafter's blocks."""
+
+    config: EngineConfig
+    facts: EngineFacts
+    shard: Shard
+    collectives: Collectives
+    ops: WatchedOps
+    round_ops: RoundOps
+    noise: Noise
+    verifier: Verifier
+    drafter: DFlashDrafter | None
+    depth: int
+    candidates: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.facts.device
+
+    @property
+    def model(self) -> TargetModel:
+        return self.verifier.model
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids that rows are drawn from: looped back, those that the rank itself embeds."""
+        vocab = self.facts.model.vocab_size
+        return vocab // self.shard.size if isinstance(self.collectives, Loopback) else vocab
+
+
+class SetUp:
+    """Prints what takes the time before the first row."""
+
+    def __init__(self, device: torch.device, *, speaks: bool) -> None:
+        self._device = device
+        self._speaks = speaks
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.say(f"{name}: {now - start:.1f} s, {now - self._start:.1f} in all{self._memory()}")
+
+    def say(self, line: str) -> None:
+        if self._speaks:
+            print(f"set-up  {line}", flush=True)
+
+    def _memory(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        return f", {torch.cuda.memory_allocated(self._device) / 2**30:.1f} GiB held"
+
+
+def write_folders(root: Path, *, layers: int | None, tiny: bool) -> tuple[Path, Path]:
+    """config.json of the target and of its drafter, and nothing else."""
+    changes: dict[str, int] = dict(TINY) if tiny else {}
+    if layers is not None:
+        changes["num_hidden_layers"] = layers
+    fields = read_config(KIMI, ",".join(f"{name}={value}" for name, value in changes.items()))
+    draft = json.loads((KIMI / "drafter" / "config.json").read_text())
+    if changes:
+        text = fields["text_config"]
+        draft |= TINY_DRAFTER if tiny else {}
+        shared = ("hidden_size", "vocab_size", "intermediate_size")
+        draft |= {name: text[name] for name in shared}
+        layers = text["num_hidden_layers"]
+        taps = default_target_layer_ids(max(layers, 4), draft["num_hidden_layers"])
+        draft["num_target_layers"] = layers
+        draft["dflash_config"] = {
+            "mask_token_id": min(draft["dflash_config"]["mask_token_id"], text["vocab_size"] - 2),
+            # As many as there are layers may coincide, and each is read for itself.
+            "target_layer_ids": [min(tap, layers - 1) for tap in taps],
+        }
+    target, drafter = root / "target", root / "drafter"
+    for folder, content in ((target, fields), (drafter, draft)):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(content))
+    return target, drafter
+
+
+def build_rank(
+    config: EngineConfig,
+    facts: EngineFacts,
+    shard: Shard,
+    collectives: Collectives,
+    set_up: SetUp,
+) -> Rank:
+    """By the product's own classes; ConfigError where the memory plan says no."""
+    assert facts.drafter is not None, "a drafter is always given"
+    device, plan = facts.device, plan_of_start(config, facts, shard.rank)
+    set_up.say("\n" + plan.text())
+    plan.check()
+    draft = DFlashConfig.from_folder(facts.drafter)
+    ops, round_ops = WatchedOps(load_ops(device)), load_round_ops(device)
+    with set_up.part("random numbers"):
+        noise = Noise(device)
+    with set_up.part(f"weights of rank {shard.rank} of {shard.size}"):
+        model = _target(config, facts, shard, collectives, ops, noise, draft.target_layer_ids)
+    with set_up.part("KV pages"):
+        cache = KVCache(
+            num_layers=model.num_layers,
+            num_pages=facts.num_pages + SPARE_PAGES,
+            page_size=config.page_size,
+            row=facts.kv_row,
+            device=device,
+        )
+        fill(cache.rows, noise)
+    verifier = Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)  # type: ignore[arg-type]
+    drafter = None
+    if shard.rank == 0:
+        with set_up.part("drafter, its KV pages, the target's tables"):
+            drafter = _drafter(config, facts, draft, model, ops, noise)
+    return Rank(
+        config=config,
+        facts=facts,
+        shard=shard,
+        collectives=collectives,
+        ops=ops,
+        round_ops=round_ops,
+        noise=noise,
+        verifier=verifier,
+        drafter=drafter,
+        depth=draft.block_size - 1,
+        candidates=config.candidates,
+    )
+
+
+def _target(
+    config: EngineConfig,
+    facts: EngineFacts,
+    shard: Shard,
+    collectives: Collectives,
+    ops: WatchedOps,
+    noise: Noise,
+    taps: Sequence[int],
+) -> TargetModel:
+    reader = WeightReader(
+        checkpoint=RandomCheckpoint.of_target(facts.model, noise),
+        config=facts.model,
+        shard=shard,
+        dtype=facts.dtype,
+        device=facts.device,
+    )
+    model = TargetModel.read(reader, ops=ops, collectives=collectives, taps=tuple(taps))  # type: ignore[arg-type]
+    if facts.device.type == "cuda":
+        torch.cuda.empty_cache()  # what packing took is for pages
+    return model
+
+
+def _drafter(
+    config: EngineConfig,
+    facts: EngineFacts,
+    draft: DFlashConfig,
+    model: TargetModel,
+    ops: WatchedOps,
+    noise: Noise,
+) -> DFlashDrafter:
+    check_fits(draft, facts.model, str(facts.drafter))
+    form = mlp_form(config.draft_weights, facts.dtype, facts.device)
+    weights = draft_weights(draft, noise, facts.dtype, facts.device, form)
+    network = DFlashNetwork(draft, weights, ops)  # type: ignore[arg-type]
+    drafter = DFlashDrafter(
+        network,
+        whole_tables(model, noise),
+        ops=ops,  # type: ignore[arg-type]
+        candidates=config.candidates,
+        page_size=config.page_size,
+        num_pages=facts.num_pages + SPARE_PAGES,
+    )
+    fill(drafter.cache, noise)
+    return drafter
+
+
+@contextmanager
+def ranks_beside(
+    size: int, be_rank: Callable[..., None], *args: object
+) -> Iterator[Callable[[torch.device], TorchCollectives]]:
+    """Processes of ranks 1 and on, be_rank(rank, port, *args) each; gives how rank 0 meets them.
+
+    They end by themselves when their work is done, and are killed where rank 0 fails.
+    """
+    store, port = open_store(HOST, MEET_S)  # held until all have met
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=be_rank, args=(r, port, *args)) for r in range(1, size)]
+    for other in others:
+        other.start()
+    try:
+        yield lambda device: meet(0, size, port, device)
+        for other in others:
+            other.join(MEET_S)
+    finally:
+        for other in others:
+            other.kill()
+        del store
+
+
+def meet(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
+    collectives = TorchCollectives(
+        rank=rank, size=size, host=HOST, port=port, device=device, timeout_s=MEET_S
+    )
+    collectives.prove()
+    return collectives
+
+
+@contextmanager
+def temporary_folders(*, layers: int | None, tiny: bool) -> Iterator[tuple[Path, Path]]:
+    with tempfile.TemporaryDirectory(prefix="kdray-step-") as home:
+        yield write_folders(Path(home), layers=layers, tiny=tiny)
