@@ -8,19 +8,23 @@ each step away; the client notes when each step's chunk came. `stream_ms` is the
 client in the reader's own process (one Ray streaming generator, one message a step), `http_ms` the
 way through Ray Serve and the endpoint to the bytes of a server-sent event, `added_ms` what lies
 between their percentiles: what the ingress adds. `proxy` is Ray Serve's own proxy, `haproxy` what
-RAY_SERVE_ENABLE_HA_PROXY=1 puts in its place. All runs on one machine, the reader too.
+RAY_SERVE_ENABLE_HA_PROXY=1 puts in its place, `direct` the endpoint's own port, and `bare`, the
+floor, a uvicorn that writes as many events and does nothing else. All runs on one machine, the
+reader too; --pin gives driver and reader one half of its cores, and all else the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from kdray.arguments import HelpFormatter
 from kdray.errors import KdrayError
 
 Arrivals = dict[str, list[float]]
-INGRESSES = ("proxy", "haproxy")
+INGRESSES = ("bare", "direct", "proxy", "haproxy")
 _BODY = {"prompt": "x", "stream": True, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -62,6 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, nargs="+", default=[1, 8, 32], help="open at the same time")
     add("--step-ms", type=float, default=20.0, help="from one step to the next")
     add("--steps", type=int, default=200, help="of each stream")
+    add("--pin", action="store_true", help="keep the load off the cores of what is measured")
     add("--port", type=int, default=8900, help="of the endpoint")
     add("--out", type=Path, help="folder of the results file (default: none is written)")
     add("--one", choices=INGRESSES, help=argparse.SUPPRESS)
@@ -73,6 +78,7 @@ def rows_of_child(ingress: str, arguments: argparse.Namespace) -> Iterator[dict[
     command = [sys.executable, __file__, "--one", ingress, "--streams"]
     command += [*map(str, arguments.streams), "--step-ms", str(arguments.step_ms)]
     command += ["--steps", str(arguments.steps), "--port", str(arguments.port)]
+    command += ["--pin"] if arguments.pin else []
     flag = "1" if ingress == "haproxy" else "0"
     # What a job submitted to a cluster has of that cluster in its environment stays behind.
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS" and "RAY_JOB_" not in k}
@@ -90,20 +96,23 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each number of streams, as metrics and `streams`."""
     from kdray.actors.cluster import connect
 
+    load, served = halves(os.sched_getaffinity(0))
+    if arguments.pin:
+        pin(os.getpid(), served)  # what Ray starts from here on inherits it
     connect(min_cpus=4)  # first: Ray reads its environment when it is imported
     import ray
     from paced_driver import TOKENS_A_STEP, PacedDriver
 
     from kdray import demo
     from kdray.model.tokenizer import Tokenizer
-    from kdray.serve import deployment
 
-    folder = demo.target_path()
-    vocab_size = Tokenizer.from_folder(folder).vocab_size
+    vocab_size = Tokenizer.from_folder(demo.target_path()).vocab_size
     remote: Any = ray.remote(PacedDriver)
     driver = remote.options(num_cpus=0).remote(arguments.step_ms / 1000, vocab_size)
-    model = deployment.ServedModel(name="paced", tokenizer_folder=folder)
-    deployment.start(driver, model, host="127.0.0.1", port=arguments.port)
+    close = open_endpoint(arguments.one, driver, arguments.port)
+    if arguments.pin:
+        for pid in (os.getpid(), ray.get(driver.info.remote())["pid"]):
+            pin(pid, load)
     try:
         for streams in arguments.streams:
             lateness = {}
@@ -114,8 +123,43 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 lateness[name] = lateness_ms(arrivals, emissions, arguments.steps)
             yield figures(lateness["stream"], lateness["http"]) | {"streams": streams}
     finally:
-        deployment.stop(leave_serve=True)
+        close()
         ray.shutdown()
+
+
+def open_endpoint(ingress: str, driver: Any, port: int) -> Callable[[], None]:
+    """Serves the driver at the port; returns what ends it."""
+    if ingress == "bare":
+        import ray
+        from bare_endpoint import BareEndpoint
+
+        remote: Any = ray.remote(BareEndpoint)
+        endpoint = remote.options(num_cpus=0).remote(driver, port)
+        ray.get(endpoint.start.remote())
+        return functools.partial(ray.kill, endpoint)
+    from kdray import demo
+    from kdray.serve import deployment
+    from kdray.serve.arguments import Hosting
+
+    model = deployment.ServedModel(name="paced", tokenizer_folder=demo.target_path())
+    hosting = Hosting(direct_port=port) if ingress == "direct" else None
+    behind = port + 1 if ingress == "direct" else port
+    deployment.start(driver, model, hosting, host="127.0.0.1", port=behind)
+    return functools.partial(deployment.stop, leave_serve=True)
+
+
+def halves(cores: set[int]) -> tuple[list[int], list[int]]:
+    """Both are all of them where there is but one."""
+    ordered = sorted(cores)
+    middle = len(ordered) // 2
+    return (ordered[:middle] or ordered), ordered[middle:]
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """All threads that the process has now."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def figures(stream: Sequence[float], http: Sequence[float]) -> dict[str, Any]:
@@ -157,7 +201,7 @@ async def read_http(driver: Any, port: int, streams: int, max_tokens: int) -> Ar
 
     async def read(session: aiohttp.ClientSession) -> tuple[str, list[float]]:
         name, arrived = "", []
-        async with session.post(url, json=body) as response:
+        async with session.post(url, json=body, raise_for_status=True) as response:
             async for line in response.content:
                 if b'"kdray"' not in line:  # every step's chunk has it, no other chunk
                     continue

@@ -72,6 +72,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network, which wants a key")
     add("--port", type=int, default=8000, help="of the endpoint")
+    add(
+        "--direct-port",
+        type=int,
+        metavar="N",
+        help="one more, past Ray Serve's proxy: lower latency",
+    )
     add("--served-name", help="the model id that clients write (default: the model's own name)")
     add("--no-sample", action="store_true", help="no sample request when it is ready")
     add("--drain-s", type=float, default=120.0, help="how long open requests may run on at the end")
@@ -91,7 +97,8 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
     if not os.environ.get("RAY_ADDRESS"):  # what a shared cluster has is seen only there
         from kdray.engine import resolve
 
-        check_port(arguments.host, arguments.port)
+        for port in filter(None, (arguments.port, arguments.direct_port)):
+            check_port(arguments.host, port)
         resolve(config)
     for name, value in _QUIET_ENV.items():
         os.environ.setdefault(name, value)
@@ -156,7 +163,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise KdrayError(
-                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give --port"
+                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give another port"
             ) from None
 
 
@@ -200,7 +207,7 @@ def endpoint(engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namesp
         keys=keys,
     )
     connect = functools.partial(ReplayingClient.connect, engine.supervisor)
-    hosting = Hosting(drain_s=arguments.drain_s)
+    hosting = Hosting(drain_s=arguments.drain_s, direct_port=arguments.direct_port)
     deployment.start(connect, model, hosting, host=arguments.host, port=arguments.port)
     return Address(host=arguments.host, port=arguments.port, model=model.name, key=own_key)
 

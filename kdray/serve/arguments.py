@@ -24,6 +24,8 @@ class Hosting:
     drain_s        how long open requests may run on when an engine is told to stop
     stall_s        an engine with work that makes no step for so long is replaced, its supervisor
                    with it; None: five minutes more than a start may take
+    direct_port    a port of the endpoint's own, past Ray Serve's proxy (kdray.serve.direct), on
+                   the endpoint's node and its Ray Serve's host; with one engine only
     api_key_file, admin_key_file, keyless   kdray.serve.keys
     """
 
@@ -32,6 +34,7 @@ class Hosting:
     ingress_cpus: float = 1.0
     drain_s: float = 120.0
     stall_s: float | None = None
+    direct_port: int | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
     keyless: bool = False
@@ -39,6 +42,13 @@ class Hosting:
     def __post_init__(self) -> None:
         if self.engines < 1:
             raise ConfigError(f"engines must be at least 1, got {self.engines}")
+        if self.direct_port is not None and self.engines > 1:
+            raise ConfigError(
+                "direct_port is one endpoint's: with more engines, leave it out and let Ray Serve "
+                "share out their requests"
+            )
+        if self.direct_port is not None and not 0 < self.direct_port < 1 << 16:
+            raise ConfigError(f"direct_port must be 1 to 65535, got {self.direct_port}")
         for name in ("ingress_cpus", "drain_s", "stall_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -98,7 +98,7 @@ class Hosted:
 
     def _keys(self) -> KeyRing:
         """Raises ConfigError where Ray Serve listens to a network and nobody needs a key."""
-        hosting, host = self._arguments.hosting, _listening_host()
+        hosting, host = self._arguments.hosting, listening_host()
         keys = KeyRing.load(
             os.environ,
             api_key_file=hosting.api_key_file,
@@ -118,7 +118,7 @@ class Hosted:
         return SupervisedEngine.start(config, self._arguments.placement, room)
 
 
-def _listening_host() -> str:
+def listening_host() -> str:
     """Where Ray Serve's proxies listen, as this cluster was told."""
     # The only way to it in Ray 2.60; no public call tells a replica.
     from ray.serve.context import _get_global_client

@@ -22,7 +22,15 @@ from kdray.logs import show_logs
 from kdray.model.tokenizer import Tokenizer
 from kdray.serve.app import build_app
 from kdray.serve.arguments import Arguments, Hosting
-from kdray.serve.backends import Attached, Backend, Connect, Hosted, ServedModel
+from kdray.serve.backends import (
+    Attached,
+    Backend,
+    Connect,
+    Hosted,
+    ServedModel,
+    listening_host,
+)
+from kdray.serve.direct import DirectDoor
 from kdray.serve.engine import EngineClient
 from kdray.serve.progress import ProgressWatch
 from kdray.serve.ray_metrics import mirror
@@ -39,8 +47,10 @@ class Endpoint:
     Ray Serve stops it by sending nothing new, waiting for what is open, and calling __del__.
     """
 
-    def __init__(self, backend: Backend, stall_s: float) -> None:
-        self._backend = copy.copy(backend)  # Serve pickles its own again; an open one cannot be
+    def __init__(self, backend: Backend, stall_s: float, door: DirectDoor | None = None) -> None:
+        # Copies: Serve pickles its own again, and what is open cannot be pickled.
+        self._backend = copy.copy(backend)
+        self._door = copy.copy(door)
         self._watch = ProgressWatch(stall_s)
         self._engine: EngineClient | None = None
         self._mirroring: asyncio.Task[None] | None = None
@@ -51,6 +61,8 @@ class Endpoint:
         self._engine, model = await self._backend.open()
         tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
         app = build_app(self._engine, tokenizer, model.name, model.limits, model.keys)
+        if self._door is not None:
+            await self._door.open(app, listening_host())
         self._mirroring = asyncio.create_task(mirror(app.state.surface.families))
         return app
 
@@ -63,6 +75,8 @@ class Endpoint:
             raise EngineClosed(cause)
 
     async def __del__(self) -> None:
+        if self._door is not None:
+            await self._door.close()
         if self._mirroring is not None:
             self._mirroring.cancel()
         await self._backend.close()
@@ -74,7 +88,9 @@ def application(
     """One endpoint in front of a driver actor, or of what a factory connects to in the replica."""
     hosting = hosting or Hosting()
     deployed = _deployment(hosting, ray_actor_options={"num_cpus": 0})
-    return deployed.bind(Attached(engine, model), hosting.patience_s(EngineConfig()))
+    return deployed.bind(
+        Attached(engine, model), hosting.patience_s(EngineConfig()), _door(hosting)
+    )
 
 
 def hosting_application(arguments: Arguments) -> Application:
@@ -89,7 +105,12 @@ def hosting_application(arguments: Arguments) -> Application:
         placement_group_bundles=[ingress] + [arguments.placement.bundle(config)] * config.tp,
         placement_group_strategy=STRATEGY,
     )
-    return deployed.bind(Hosted(arguments), hosting.patience_s(config))
+    return deployed.bind(Hosted(arguments), hosting.patience_s(config), _door(hosting))
+
+
+def _door(hosting: Hosting) -> DirectDoor | None:
+    port = hosting.direct_port
+    return None if port is None else DirectDoor(port, hosting.drain_s)
 
 
 def _deployment(hosting: Hosting, **placed: Any) -> Deployment:

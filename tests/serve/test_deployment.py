@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from kdray.serve import deployment
+from kdray.serve.arguments import Hosting
 from tests.serve.drivers import FATAL, ScriptedDriver
 from tests.serve.fakes import byte_tokenizer
 from tests.serve.http import events, free_port, wait_until
@@ -25,14 +26,21 @@ def driver(ray_cluster: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def address(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def addresses(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Of Ray Serve's proxy and of the endpoint's own port."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     byte_tokenizer(folder)
-    port = free_port()
+    ports = {"proxy": free_port(), "direct": free_port()}
     model = deployment.ServedModel(name="scripted", tokenizer_folder=folder)
-    deployment.start(driver, model, host="127.0.0.1", port=port)
-    yield f"http://127.0.0.1:{port}"
+    hosting = Hosting(direct_port=ports["direct"])
+    deployment.start(driver, model, hosting, host="127.0.0.1", port=ports["proxy"])
+    yield {door: f"http://127.0.0.1:{port}" for door, port in ports.items()}
     deployment.stop()
+
+
+@pytest.fixture(scope="module", params=["proxy", "direct"])
+def address(addresses: dict[str, str], request: pytest.FixtureRequest) -> str:
+    return addresses[request.param]
 
 
 def complete(address: str, prompt: str, **members: Any) -> httpx.Response:
@@ -85,9 +93,13 @@ def test_a_client_that_leaves_aborts_its_request(address: str, driver: Any, stre
     wait_until(lambda: len(ray.get(driver.aborted.remote())) == aborted + 1)
 
 
-def test_a_driver_that_fails_ends_what_is_open_and_turns_the_rest_away(address: str) -> None:
+def test_a_driver_that_fails_ends_what_is_open_and_turns_the_rest_away(
+    addresses: dict[str, str],
+) -> None:
     """The last test of this module: the driver serves nobody afterwards."""
-    assert "rank 1 died" in complete(address, FATAL.decode()).json()["error"]["message"]
-    response = httpx.get(f"{address}/health")
-    assert response.status_code == 503
-    assert "rank 1 died" in response.json()["error"]["message"]
+    failed = complete(addresses["direct"], FATAL.decode())
+    assert "rank 1 died" in failed.json()["error"]["message"]
+    for address in addresses.values():
+        response = httpx.get(f"{address}/health")
+        assert response.status_code == 503
+        assert "rank 1 died" in response.json()["error"]["message"]
