@@ -32,6 +32,7 @@ import random_model
 import torch
 from gpu_timing import need_gpu
 from record import Record
+from step_weights import Noise, RandomCheckpoint
 from traffic import demo_prompts
 
 from kdray.config import EngineConfig
@@ -257,7 +258,7 @@ def target(facts: EngineFacts) -> TargetModel:
     """Drawn once; every case uses the same weights."""
     if "random" not in _targets:
         reader = WeightReader(
-            checkpoint=random_model.RandomCheckpoint(facts.model, facts.device),
+            checkpoint=RandomCheckpoint.of_target(facts.model, Noise(facts.device)),
             config=facts.model,
             shard=Shard(),
             dtype=facts.dtype,

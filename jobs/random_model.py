@@ -1,24 +1,20 @@
 """A target shaped like Kimi K2.6 with random weights in memory, and a drafter for it.
 
 Its text means nothing: what counts is what a step costs. Real head sizes (latent 512, rope 64, nope
-and value 128), 8 heads as on one of eight ranks, 12 layers of width 2048, 64 experts of 512.
+and value 128), 8 heads as on one of eight ranks, 12 layers of width 2048, 64 experts of 512 in
+INT4. The weights are step_weights.py's.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from kdray.model.checkpoint import Checkpoint
-from kdray.model.config import ModelConfig
-from kdray.model.manifest import needed_tensors
 
 TARGET: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -55,6 +51,22 @@ TARGET: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 163584,
     "eos_token_id": 163585,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 32,
+                },
+            },
+        },
+    },
 }
 DRAFTER: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -74,32 +86,6 @@ DRAFTER: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dflash_config": {"mask_token_id": 163838, "target_layer_ids": [1, 5, 10]},
 }
-
-
-class RandomCheckpoint(Checkpoint):
-    """Every tensor the model needs, drawn by its name whenever it is asked for."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        super().__init__(Path("random"), {})
-        self._shapes = {
-            needed.name + (".weight" if needed.is_linear else ""): needed.shape
-            for needed in needed_tensors(config)
-        }
-        self._device = device
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        shape = self._shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        drawn = torch.randn(shape, generator=generator, device=self._device)
-        drawn *= 0.02 if len(shape) == 1 or "embed" in name else shape[-1] ** -0.5
-        return (
-            drawn[rows or slice(None)][(slice(None), cols)] if cols else drawn[rows or slice(None)]
-        )
 
 
 def write_folders(root: Path) -> tuple[Path, Path]:
