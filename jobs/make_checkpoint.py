@@ -48,7 +48,7 @@ BEHIND_LAYERS = ("model.norm.weight", "lm_head.weight")
 CHUNK = 2 << 20  # numbers drawn at a time
 UNIFORM_STD = 4.61  # of q in -8 .. 7, each as likely
 Generator = np.random.Generator
-Draw = Callable[[Generator, int], bytes]
+Draw = Callable[[Generator, int], bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,16 @@ def read_config(folder: Path, changes: str) -> dict[str, Any]:
     return fields
 
 
-def write_target(folder: Path, fields: Mapping[str, Any], options: argparse.Namespace) -> None:
+def write_target(
+    folder: Path,
+    fields: Mapping[str, Any],
+    options: argparse.Namespace,
+    change: Callable[[Planned], Planned] = lambda tensor: tensor,
+) -> None:
+    """options: shards, seed and threads; change: of what is drawn, for who wants other numbers."""
     write_json(folder / "config.json", fields)
     config = ModelConfig.from_folder(folder)
-    tensors = list(target_tensors(config, fields.get("vision_config", {})))
+    tensors = [change(t) for t in target_tensors(config, fields.get("vision_config", {}))]
     shards = split(tensors, options.shards)
     names = [f"model-{i + 1:05}-of-{len(shards):06}.safetensors" for i in range(len(shards))]
     weight_map = {t.name: file for file, shard in zip(names, shards, strict=True) for t in shard}
@@ -126,8 +132,13 @@ def write_target(folder: Path, fields: Mapping[str, Any], options: argparse.Name
     write_json(folder / INDEX, index)
 
 
-def write_drafter(folder: Path, text: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """A DFlash drafter that fits the target."""
+def write_drafter(
+    folder: Path,
+    text: Mapping[str, Any],
+    options: argparse.Namespace,
+    change: Callable[[Planned], Planned] = lambda tensor: tensor,
+) -> None:
+    """A DFlash drafter that fits the target; options: draft_layers, seed and threads."""
     fields = json.loads((KIMI / "drafter" / "config.json").read_text())
     fields |= {name: text[name] for name in ("hidden_size", "vocab_size", "intermediate_size")}
     layers, draft_layers = text["num_hidden_layers"], options.draft_layers
@@ -139,7 +150,7 @@ def write_drafter(folder: Path, text: Mapping[str, Any], options: argparse.Names
     }
     write_json(folder / "config.json", fields)
     config = DFlashConfig.from_folder(folder)
-    tensors = [plain(name, shape) for name, shape in weight_shapes(config)]
+    tensors = [change(plain(name, shape)) for name, shape in weight_shapes(config)]
     write_files(folder, {SINGLE: tensors}, options)
 
 

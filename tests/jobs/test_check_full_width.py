@@ -1,0 +1,182 @@
+"""The check of full widths at tiny ones: it passes where all is well, and sees what is not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import check_full_width
+import pytest
+import torch
+import wide_checkpoint
+from decode_ways import Decoded, build_alone, decode, draw_visits, plain_engine
+from dequantised import load_reference
+from full_width_rank import Finding, Judge, layer_findings, logit_findings, save_logits, steps_of
+from make_checkpoint import KIMI, read_config
+from traffic import Reply
+
+from kdray.config import EngineConfig
+from kdray.kernels.ops import load_ops
+from kdray.model.moe import MoE
+from kdray.model.target import TargetModel
+
+EXPERTS = 16
+SET = (
+    "hidden_size=256,intermediate_size=96,moe_intermediate_size=64,vocab_size=64,"
+    "num_attention_heads=4,q_lora_rank=48,kv_lora_rank=32,qk_nope_head_dim=16,qk_rope_head_dim=8,"
+    "v_head_dim=16,num_experts_per_tok=4"
+)
+TOKENS = wide_checkpoint.tokens_in_play(64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wide")
+    fields = read_config(KIMI, f"num_hidden_layers=3,n_routed_experts={EXPERTS},{SET}")
+    options = argparse.Namespace(shards=3, seed=0, threads=2, draft_layers=1)
+    wide_checkpoint.write(path, fields, options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> TargetModel:
+    return load_reference(folder / "target", torch.device("cpu"), rounded=True)
+
+
+@pytest.fixture
+def model(folder: Path) -> TargetModel:
+    return TargetModel.load(folder / "target", ops=load_ops("cpu"))
+
+
+@pytest.mark.parametrize("dtype, ranks", [("float32", 2), ("bfloat16", 1)])
+def test_all_is_well(
+    dtype: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--layers", "3", "--experts", "16", "--float32-experts", "16", "--set", SET]
+    load = ["--requests", "3", "--tokens", "12", "--threads", "2"]
+    what = ["--device", "cpu", "--ranks", str(ranks), "--dtypes", dtype]
+    assert check_full_width.main([*what, *sizes, *load, "--out", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all(row["metrics"].get("good", 1.0) for row in rows)
+    parts = {row["params"].get("part") for row in rows}
+    ends = {f"logits, {n} rank{'s' * (n > 1)}" for n in range(1, ranks + 1)}
+    assert parts == {"attention", "mlp", "head", None} | ends
+    pairs = [row["params"]["one"] for row in rows if "one" in row["params"]]
+    ways = ["plain, 1 rank", "tree, 1 rank", "tree, 2 ranks"]
+    assert pairs == ways[: 1 + ranks]
+    assert all(
+        row["metrics"]["accept_length"] > 1
+        for row in rows
+        if row["params"].get("way", "plain").startswith("tree")
+    )
+    [written] = tmp_path.glob("full_width-*.json")
+    assert len(json.loads(written.read_text())["rows"]) == len(rows)
+
+
+def test_more_ranks_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = torch.cuda.device_count() + 1
+    assert check_full_width.main(["--ranks", str(ranks)]) == 1
+    assert "give --ranks" in capsys.readouterr().err
+
+
+def bad_parts(model: TargetModel, reference: TargetModel) -> set[tuple[object, object]]:
+    steps = steps_of(TOKENS, torch.device("cpu"))
+    found = layer_findings(model, reference, steps)
+    return {(f.params["layer"], f.params["part"]) for f in found if not f.good}
+
+
+def test_a_wrong_expert_shows_in_its_layer_alone(
+    model: TargetModel, reference: TargetModel
+) -> None:
+    assert not bad_parts(model, reference)
+    mlp = model.layers[2].mlp
+    assert isinstance(mlp, MoE)
+    mlp.down[5, :32] *= 1.01  # a scale of one group in a hundred
+    assert bad_parts(model, reference) == {(2, "mlp")}
+
+
+def test_a_wrong_head_shows(model: TargetModel, reference: TargetModel) -> None:
+    wrong = replace(model, head=model.head * 1.001)
+    assert bad_parts(wrong, reference) == {(3, "head")}
+
+
+def test_wrong_attention_shows(model: TargetModel, reference: TargetModel) -> None:
+    attention = model.layers[1].attention
+    layer = replace(model.layers[1], attention=replace(attention, scale=attention.scale * 1.001))
+    wrong = replace(model, layers=(model.layers[0], layer, model.layers[2]))
+    assert bad_parts(wrong, reference) == {(1, "attention")}
+
+
+def test_a_wrong_choice_of_experts_shows(model: TargetModel, reference: TargetModel) -> None:
+    mlp = model.layers[2].mlp
+    assert isinstance(mlp, MoE)
+    router = mlp.router._replace(weight=mlp.router.weight.roll(1, dims=1))
+    layer = replace(model.layers[2], mlp=mlp._replace(router=router))
+    wrong = replace(model, layers=(*model.layers[:2], layer))
+    steps = {"one row": steps_of(TOKENS, torch.device("cpu"))["prompts"]}
+    bad = [f for f in layer_findings(wrong, reference, steps) if not f.good]
+    assert [f.params["part"] for f in bad] == ["mlp"]
+    assert bad[0].metrics["swap_margin"] > 0.1 and bad[0].metrics["swapped"] > 200
+
+
+def test_logits_are_compared_by_the_experts_of_the_model(
+    model: TargetModel, reference: TargetModel, tmp_path: Path
+) -> None:
+    """Those of several ranks too, as they were saved."""
+    path = tmp_path / "logits"
+    steps = steps_of(TOKENS, torch.device("cpu"))
+    save_logits(replace(model, head=model.head * 1.001), TOKENS, path)
+    found = list(logit_findings(model, reference, steps, path))
+    assert [f.good for f in found] == [True] * 4 + [False] * 4
+
+
+def test_a_token_that_was_no_near_tie_shows(folder: Path, reference: TargetModel) -> None:
+    config = EngineConfig(
+        model=str(folder / "target"),
+        drafter=str(folder / "drafter"),
+        device="cpu",
+        budget=6,
+        max_requests=4,
+        max_model_len=64,
+    )
+    visits = draw_visits(TOKENS, count=4, length=10, seed=1)
+    engine, verifier = build_alone(config)
+    tree = decode(engine, visits)
+    plain = decode(plain_engine(config, verifier), visits)
+    judge = Judge(verifier.model, reference, visits, plain, error=0.0)
+
+    def judged(change: dict[int, list[int]]) -> Finding:
+        replies = [
+            Reply(change.get(n, reply.token_ids), reply.finish_reason)
+            for n, reply in enumerate(tree.replies)
+        ]
+        return judge.against_plain("tree", Decoded(replies, 1.0, 0.0))
+
+    assert judged({}).good and judged({}).metrics["differing"] == 0
+    assert judge.against_reference().good
+    for n in range(4):  # greedy and drawn
+        said = tree.replies[n].token_ids
+        other = next(token for token in TOKENS if token != said[2])
+        assert not judged({n: [*said[:2], other, *said[3:]]}).good
+    assert not judged({1: tree.replies[1].token_ids[:-1]}).good
+
+
+def test_every_expert_has_tokens(reference: TargetModel) -> None:
+    tokens = torch.tensor(TOKENS)
+    x = reference.ops.rms_norm(reference.embed(tokens), reference.layers[1].mlp_norm)
+    mlp = reference.layers[1].mlp
+    assert not isinstance(mlp, MoE)
+    expert = mlp.router.route(x).expert  # type: ignore[union-attr]
+    counts = torch.bincount(expert.flatten(), minlength=EXPERTS)
+    assert counts.sum() == 8 * EXPERTS and counts.min() >= 6
+
+
+def test_tokens_in_play_win(reference: TargetModel) -> None:
+    steps = steps_of(TOKENS, torch.device("cpu"))
+    caches = [torch.zeros(5 * 24 * 16, reference.kv_width) for _ in reference.layers]
+    hidden = reference.forward(steps["prompts"], caches).hidden
+    best = reference.logits(hidden).argmax(1)
+    in_play = torch.isin(best, torch.tensor(TOKENS)).float().mean()
+    assert in_play > 0.95 and len(best.unique()) > 8
