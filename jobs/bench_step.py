@@ -15,7 +15,7 @@ step     verify of trees in a CUDA graph, of prompts as the host runs them (step
          rows are whose). ms, the floor (step_floor.py), fraction = floor / ms, distinct experts a
          layer
 ops      the same steps once more, profiled: milliseconds by op
-draft    drafting alone, one block a request
+draft    drafting alone, one block a request, where their contexts fit the KV pages
 round    the captured round and its verbs: draft, build, verify, accept, commit
 engine   a whole engine on this shard: prompts read, captured rounds run ahead of the host
 predict  tokens a second of tree, chain and plain, here and on 8 RTX PRO 6000, from the rounds and
@@ -53,8 +53,8 @@ from step_rank import (
     ranks_beside,
     temporary_folders,
 )
-from step_rounds import RoundCase, RoundTimes, draft_ms, engine_round, round_times
-from step_rows import StepCase, cases, prompt_step, tree_step
+from step_rounds import ROOM, RoundCase, RoundTimes, draft_ms, engine_round, round_times
+from step_rows import StepCase, cases, fits, prompt_step, tree_step
 from step_time import (
     as_metrics,
     distinct_experts,
@@ -156,7 +156,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drafts", type=int, nargs="+", default=[3, 7, 15], help="draft nodes of a round's trees")
     add("--round-context", type=int, default=512, help="tokens cached in rounds, a request")
     add("--round", default="1x15", metavar="REQUESTSxDRAFTS", help="what the engine runs")
-    add("--seconds", type=float, default=200, help="after which no row is begun")
+    add("--seconds", type=float, default=180, help="after which no row is begun")
     add("--hit-rates", type=float, nargs="+", default=list(step_predict.HITS), metavar="RATE",
         help="of the drafter's first token, depth by depth (step_predict.py)")  # fmt: skip
     add("--sibling-rates", type=float, nargs="*", default=list(step_predict.SIBLINGS),
@@ -256,7 +256,7 @@ def run_parts(bench: Bench) -> None:
             (f"draft {streams} at {context}", partial(draft_row, bench, streams, context))
             for context in arguments.contexts
             for streams in arguments.streams
-            if streams * (context + 1024) <= arguments.kv_tokens
+            if fits(rank, streams, context + ROOM)
         ]
     steps = list(cases(arguments.tokens, arguments.contexts, arguments.ways, rank))
     if "step" in arguments.parts:
@@ -414,7 +414,9 @@ def finish(bench: Bench, record: Record) -> None:
     arguments = bench.arguments
     if "predict" in arguments.parts and bench.rounds:
         acceptance = Acceptance(
-            tuple(arguments.hit_rates), tuple(arguments.sibling_rates), arguments.off_path
+            tuple(arguments.hit_rates[: bench.rank.depth]),
+            tuple(arguments.sibling_rates),
+            arguments.off_path,
         )
         print(f"\nprediction: {step_predict.__doc__}\n{acceptance}\n", flush=True)
         for measured in bench.rounds:

@@ -21,6 +21,7 @@ from step_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tab
 from torch import Tensor
 
 from kdray.config import EngineConfig
+from kdray.errors import RankFailed
 from kdray.facts import EngineFacts
 from kdray.kernels.ops import Ops, RoutingRule, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
@@ -293,6 +294,9 @@ def ranks_beside(
         yield lambda device: meet(0, size, port, device)
         for other in others:
             other.join(MEET_S)
+        failed = [rank for rank, other in enumerate(others, 1) if other.exitcode != 0]
+        if failed:
+            raise RankFailed(f"ranks {failed} failed; what they said stands above")
     finally:
         for other in others:
             other.kill()

@@ -72,6 +72,11 @@ def requests_of(tokens: int, context: int, num_pages: int, page_size: int) -> in
     return requests
 
 
+def fits(rank: Rank, requests: int, positions: int) -> bool:
+    """Whether there are pages of their own for so many."""
+    return requests * -(-positions // rank.config.page_size) <= rank.facts.num_pages
+
+
 def tree_step(rank: Rank, case: StepCase) -> Callable[[], object]:
     """verify_on_device of the case's trees, as a device round calls it."""
     state = running_state(rank, case.requests, case.context, case.nodes)
@@ -108,7 +113,7 @@ def running_state(rank: Rank, requests: int, context: int, beyond: int) -> Runni
     """Requests 0 .. with `context` tokens cached and pages of their own for `beyond` more."""
     size, spare = rank.config.page_size, rank.facts.num_pages
     pages = -(-(context + beyond) // size)
-    if requests * pages > spare:
+    if not fits(rank, requests, context + beyond):
         raise ValueError(
             f"{requests} requests of {context} tokens need {requests * pages} pages of {size}, "
             f"and there are {spare}; give --kv-tokens more"

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_step
+import pytest
+import step_rows
+import step_time
+import torch
+from step_floor import Ceilings, Work, floor_ms
+from step_predict import RTX, Acceptance, MeasuredRound, predictions, sum_ms
+from step_rank import Loopback, Rank, WatchedOps, temporary_folders
+from step_rows import StepCase, requests_of
+from step_time import Span, op_of, time_by_op
+from step_weights import FAR_ROWS, Noise, RandomCheckpoint
+
+from kdray.kernels.moe_layout import unpack
+from kdray.kernels.ops import RoutingRule
+from kdray.kernels.reference import ReferenceOps
+from kdray.model.config import ModelConfig
+from kdray.model.int4 import read_linear
+from kdray.model.manifest import needed_tensors
+from kdray.model.packed_experts import are_packed, read_experts
+from kdray.model.parallel import Shard
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--tiny", "--layers", "2", "--kv-tokens", "4000", "--page-size", "16",
+         "--round-context", "40", "--replays", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    with temporary_folders(layers=2, tiny=True) as (target, _):
+        return ModelConfig.from_folder(target)
+
+
+def rows_of(text: str, part: str) -> list[dict[str, Any]]:
+    record = json.loads(text.splitlines()[-1])
+    assert record["name"] == "step"
+    return [row for row in record["rows"] if row["params"]["part"] == part]
+
+
+def test_every_part_of_a_looped_back_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--tokens", "1", "33", "512", "--contexts", "0", "64", "--streams", "1", "2",
+             "--drafts", "3", "7", "--round", "2x7", "--out", str(tmp_path)]  # fmt: skip
+    assert bench_step.main(words) == 0
+    out = capsys.readouterr().out
+    assert "memory of rank 0 of 8" in out and "prediction: Tokens a second" in out
+    steps = rows_of(out, "step")
+    trees = [row for row in steps if row["params"]["way"] == "tree"]
+    assert len(trees) == 6 and len(steps) == 8  # 512 rows also as a prompt
+    for row in steps:
+        metrics, params = row["metrics"], row["params"]
+        assert metrics["fraction"] == pytest.approx(metrics["floor_ms"] / metrics["ms"])
+        assert 3 <= metrics["distinct_experts"] <= 8
+        assert params["requests"] * params["nodes"] == params["tokens"]
+    deep, flat = (next(r for r in trees if r["params"]["context"] == c) for c in (64, 0))
+    assert deep["metrics"]["floor_ms"] > flat["metrics"]["floor_ms"]
+    [engine] = rows_of(out, "engine")
+    assert engine["metrics"]["tokens_per_s"] > 0 and engine["metrics"]["accept_length"] >= 1
+    rounds, predicted = rows_of(out, "round"), rows_of(out, "prediction")
+    assert len(rounds) == len(predicted) == 10 and len(rows_of(out, "draft")) == 4
+    for row in rounds:
+        verbs = ("draft", "build", "verify", "accept", "commit")
+        assert all(row["metrics"][f"{verb}_ms"] >= 0 for verb in verbs)
+    assert {row["params"]["mode"] for row in predicted} == {"plain", "chain", "tree"}
+    written = json.loads((tmp_path / "step-cpu.json").read_text())
+    assert len(written["rows"]) == len(json.loads(out.splitlines()[-1])["rows"])
+
+
+def test_a_row_that_fails_is_told_and_the_others_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sometimes(rank: Rank, case: StepCase) -> Callable[[], object]:
+        if case.tokens == 4:
+            raise ValueError("such a row")
+        return step_rows.tree_step(rank, case)
+
+    monkeypatch.setattr(bench_step, "tree_step", sometimes)
+    words = [*SMALL, "--parts", "step", "--tokens", "1", "4", "8", "--contexts", "0"]
+    assert bench_step.main(words) == 1
+    out = capsys.readouterr().out
+    assert [row["params"]["tokens"] for row in rows_of(out, "step")] == [1, 8]
+    assert "FAILED  step StepCase(way='tree', tokens=4" in out and "such a row" in out
+
+
+def test_no_row_is_begun_late(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--parts", "step", "--tokens", "1", "--contexts", "0", "--seconds", "0"]
+    assert bench_step.main(words) == 1
+    assert "not begun, --seconds 0 are over" in capsys.readouterr().out
+
+
+def test_what_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_step.main([*SMALL, "--kv-tokens", str(10**13)]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--tp", "2", "--ranks", "2", "--parts", "round", "step", "--tokens", "1",
+             "--contexts", "16", "--streams", "2", "--drafts", "3"]  # fmt: skip
+    assert bench_step.main(words) == 0
+    out = capsys.readouterr().out
+    assert len(rows_of(out, "round")) == 3 and len(rows_of(out, "step")) == 1
+
+
+def test_loopback_gives_the_shapes_of_other_ranks() -> None:
+    looped, x = Loopback(4), torch.arange(24.0).view(8, 3)
+    assert torch.equal(looped.all_reduce(x), x)
+    assert looped.all_gather(x).shape == (8, 12)
+    assert torch.equal(looped.deal_rows(x), torch.cat([x[:2]] * 4, dim=1))
+
+
+def test_watched_ops_tell_what_was_chosen_while_watched() -> None:
+    ops = WatchedOps(ReferenceOps(CPU))  # type: ignore[arg-type]
+    rule = RoutingRule(top_k=2, num_groups=1, top_groups=1, normalize=True, scale=1.0)
+    logits, bias = torch.randn(5, 8), torch.zeros(8)
+    ops.route_experts(logits, bias, rule)
+    with ops.watch() as chosen:
+        expert, _ = ops.route_experts(logits, bias, rule)
+    ops.route_experts(logits, bias, rule)
+    assert len(chosen) == 1 and torch.equal(chosen[0], expert)
+    assert step_time.distinct_experts(chosen) == [len(set(expert.flatten().tolist()))]
+
+
+def test_random_weights_are_whole_and_of_even_size(config: ModelConfig) -> None:
+    noise = Noise(CPU)
+    checkpoint = RandomCheckpoint.of_target(config, noise)
+    for needed in needed_tensors(config):
+        if needed.is_linear:
+            weight = read_linear(checkpoint, needed.name).float()
+            assert weight.shape == needed.shape
+            assert weight.std() * needed.shape[1] ** 0.5 == pytest.approx(1.0, abs=0.15)
+        else:
+            assert checkpoint.tensor(needed.name).shape == needed.shape
+    own = checkpoint.tensor("lm_head.weight", slice(0, 8))
+    kept = own.clone()
+    own.zero_()  # no part of a pool
+    assert torch.equal(checkpoint.tensor("lm_head.weight", slice(0, 8)), kept)
+
+
+def test_random_experts_pack(config: ModelConfig) -> None:
+    checkpoint = RandomCheckpoint.of_target(config, Noise(CPU))
+    root = "model.layers.1.mlp"
+    assert are_packed(checkpoint, config, root)
+    packed = read_experts(checkpoint, config, Shard(0, 8), root, CPU)
+    assert packed.num_experts == 8 and packed.inner == 32
+    weights = unpack(packed.down)
+    assert set(weights.q.unique().tolist()) == set(range(-8, 8))
+    assert weights.scale.isfinite().all() and not torch.equal(packed.down[0], packed.down[1])
+
+
+def test_the_far_rows_of_a_head_never_win() -> None:
+    numbers = Noise(CPU).normal("head", (4096, 8)).float()
+    assert (FAR_ROWS * numbers).abs().max() < numbers.abs().max() / 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "pages", "wanted"),
+    [(1, 0, 10, 1), (65, 99, 10, 1), (128, 0, 99, 8), (2048, 0, 999, 64), (2048, 640, 100, 4)],
+)
+def test_rows_are_shared_by_as_many_requests_as_fit(
+    tokens: int, context: int, pages: int, wanted: int
+) -> None:
+    requests = requests_of(tokens, context, pages, page_size=64)
+    assert requests == wanted and tokens % requests == 0
+
+
+def test_kernels_that_overlap_are_counted_once() -> None:
+    spans = [
+        Span("skinny_gemm", 0, 1_000_000),
+        Span("void moe_w4a16<..>", 500_000, 3_000_000),  # launched ahead
+        Span("rms_norm", 600_000, 900_000),  # wholly within another
+        Span("ncclDevKernel_AllReduce", 4_000_000, 5_000_000),
+    ]
+    found = time_by_op(spans)
+    assert found == {"moe": 2.0, "gemm": 1.0, "between": 1.0, "collectives": 1.0}
+    assert sum(found.values()) == 5.0 and time_by_op([]) == {}
+
+
+def test_kernels_belong_to_ops() -> None:
+    names = ("nvjet_tst_128x64", "verify_attention", "plan_attention", "sort_rows", "rope_cache",
+             "topk_partial", "vectorized_elementwise_kernel", "draw_tokens")  # fmt: skip
+    ops = ["gemm", "attention", "attention", "moe", "rope", "topk", "rest", "draw"]
+    assert [op_of(name) for name in names] == ops
+
+
+def test_a_chain_gains_what_its_hits_say() -> None:
+    sure = Acceptance(hits=(0.5, 0.5, 0.5), siblings=(), off_path=0.0)
+    assert sure.length("plain", 1) == 1.0
+    assert sure.length("chain", 4) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert Acceptance().length("chain", 8) == pytest.approx(2.66, abs=0.01)
+
+
+def test_a_tree_gains_more_than_a_chain_by_its_siblings() -> None:
+    assumed = Acceptance(hits=(0.6, 0.6), siblings=(0.5,), off_path=0.2)
+    # The chain, then the second token at depth 1 (0.2), and behind the first the second (0.12).
+    assert assumed.length("tree", 5) == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12)
+    # The chain behind the sibling comes next, and holds but off_path.
+    assert assumed.length("tree", 6) == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.2 * 0.2)
+    assert Acceptance().length("tree", 16) > Acceptance().length("tree", 8) > 2.66
+
+
+def test_a_prediction_follows_its_formula() -> None:
+    here = Ceilings(bytes_per_us=4e6, flops_per_us=700e6)
+    measured = MeasuredRound(
+        mode="chain", streams=1, nodes=8, round_ms=5.0, draft_ms=2.0, verify_ms=2.5, rest_ms=0.5,
+        verify=[Work("matrices", 4e9, 1e9)], draft=[Work("draft", 4e9, 1e9)],
+        sums=123, sum_bytes=8 * 14336,
+    )  # fmt: skip
+    assert floor_ms(measured.verify, here) == pytest.approx(1.0)
+    slower = here.bytes_per_us / RTX.bytes_per_us
+    wanted = slower * (2.5 + 2.0) + 0.5 + 123 * sum_ms(8 * 14336)
+    found = predictions(measured, Acceptance(), here)
+    assert found["rtx_round_ms"] == pytest.approx(wanted)
+    assert found["tokens_per_s_here"] == pytest.approx(1e3 * 2.66 / 5.0, rel=1e-2)
+    assert found["public_plain_tokens_per_s"] == 92.0
+    assert sum_ms(14336) == pytest.approx(7e-3 + 14336 / 3.3e6)
