@@ -1,15 +1,11 @@
-"""One rank of a target of Kimi K2.6's shape on its GPU: its shard, its KV, rank 0's drafter.
-
-The other ranks are either there, a process each, or looked for in the rank itself (Loopback).
-"""
+"""One rank of a target of Kimi K2.6's shape on its GPU: its shard, its KV, rank 0's drafter."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +13,11 @@ from typing import Any
 
 import torch
 from make_checkpoint import KIMI, read_config
+from step_ranks import Loopback
 from step_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
 from torch import Tensor
 
 from kdray.config import EngineConfig
-from kdray.errors import RankFailed
 from kdray.facts import EngineFacts
 from kdray.kernels.ops import Ops, RoutingRule, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
@@ -33,12 +29,9 @@ from kdray.model.drafter import DFlashDrafter, check_fits
 from kdray.model.parallel import Collectives, Shard
 from kdray.model.target import TargetModel
 from kdray.model.weights import WeightReader
-from kdray.verifier.collectives import TorchCollectives, open_store
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.verifier import Verifier
 
-HOST = "127.0.0.1"
-MEET_S = 300.0
 # Everything small, and still split by eight: 32 inputs a rank of an expert's second product.
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256,
@@ -48,27 +41,6 @@ TINY = {
 TINY_DRAFTER = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
 }  # fmt: skip
-
-
-class Loopback:
-    """The collectives of rank 0 of `size` where the others are not: what they would send is what
-    it has itself. Sums stay its own part; joins repeat it. Nothing travels, so a step that is timed
-    with it lacks what travelling takes."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat([x] * self._size, dim=-1)
-
-    def deal_rows(self, x: Tensor) -> Tensor:
-        return x[: len(x) // self._size].repeat(1, self._size)
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return x
 
 
 class WatchedOps:
@@ -275,40 +247,6 @@ def _drafter(
     )
     fill(drafter.cache, noise)
     return drafter
-
-
-@contextmanager
-def ranks_beside(
-    size: int, be_rank: Callable[..., None], *args: object
-) -> Iterator[Callable[[torch.device], TorchCollectives]]:
-    """Processes of ranks 1 and on, be_rank(rank, port, *args) each; gives how rank 0 meets them.
-
-    They end by themselves when their work is done, and are killed where rank 0 fails.
-    """
-    store, port = open_store(HOST, MEET_S)  # held until all have met
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=be_rank, args=(r, port, *args)) for r in range(1, size)]
-    for other in others:
-        other.start()
-    try:
-        yield lambda device: meet(0, size, port, device)
-        for other in others:
-            other.join(MEET_S)
-        failed = [rank for rank, other in enumerate(others, 1) if other.exitcode != 0]
-        if failed:
-            raise RankFailed(f"ranks {failed} failed; what they said stands above")
-    finally:
-        for other in others:
-            other.kill()
-        del store
-
-
-def meet(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
-    collectives = TorchCollectives(
-        rank=rank, size=size, host=HOST, port=port, device=device, timeout_s=MEET_S
-    )
-    collectives.prove()
-    return collectives
 
 
 @contextmanager

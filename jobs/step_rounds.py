@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from bench_round import Case, external_event, inside
-from step_rank import Loopback, Rank
+from step_rank import Rank
+from step_ranks import Loopback
 from step_rows import pages_of, running_state
 from step_time import distinct_experts, replayed, spans_ms
 
@@ -107,6 +108,12 @@ def round_times(rank: Rank, case: RoundCase, repeats: int = REPLAYS) -> RoundTim
         for verb, ms in marks.read().items():
             samples[f"{verb}_ms"].append(ms)
     return RoundTimes(samples, sum(distinct_experts(experts)))
+
+
+def engine_size(text: str) -> tuple[int, int]:
+    """Requests and draft nodes of "1x15"."""
+    requests, _, drafts = text.partition("x")
+    return int(requests), int(drafts)
 
 
 def engine_round(

@@ -9,7 +9,7 @@ as a chunk of one prompt, which no engine captures.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from step_rank import Rank
 from torch import Tensor
 
-from kdray.core.plan import Candidates, DraftTrees, PlannedRequest, RunningRows, StepPlan
+from kdray.core.plan import (
+    Candidates,
+    DeviceVerified,
+    DraftTrees,
+    PlannedRequest,
+    RunningRows,
+    StepPlan,
+    Verified,
+)
 from kdray.core.request import SamplingParams
 from kdray.driver.running import Placement, RunningState
 
@@ -77,7 +85,7 @@ def fits(rank: Rank, requests: int, positions: int) -> bool:
     return requests * -(-positions // rank.config.page_size) <= rank.facts.num_pages
 
 
-def tree_step(rank: Rank, case: StepCase) -> Callable[[], object]:
+def tree_step(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified]:
     """verify_on_device of the case's trees, as a device round calls it."""
     state = running_state(rank, case.requests, case.context, case.nodes)
     rows = state.rows(torch.arange(case.requests, dtype=torch.int32, device=rank.device))
@@ -85,7 +93,7 @@ def tree_step(rank: Rank, case: StepCase) -> Callable[[], object]:
     return lambda: rank.verifier.verify_on_device(trees, position, rows)
 
 
-def prompt_step(rank: Rank, case: StepCase) -> Callable[[], object]:
+def prompt_step(rank: Rank, case: StepCase) -> Callable[[], Verified]:
     """Verifier.verify of the last chunk of a prompt."""
     generator = np.random.default_rng(case.tokens)
     known = generator.integers(0, rank.num_tokens, case.tokens).astype(np.int32)
@@ -139,7 +147,11 @@ def pages_of(slot: int, count: int) -> Int32Array:
 
 
 def trees_of(rank: Rank, rows: RunningRows, nodes: int) -> tuple[DraftTrees, Tensor]:
-    """The best trees of `nodes` nodes for random logits, and the nodes' positions [R, N]."""
+    """The best trees of `nodes` nodes for random logits, and the nodes' positions [R, N].
+
+    Their shapes are kept, and every node gets a token of its own: the same token in two places
+    would choose much the same experts in a model that never learnt to tell them apart.
+    """
     requests = len(rows.root)
     candidates = random_candidates(rank, requests) if nodes > 1 else _none(rows.root)
     budgets = torch.full((requests,), nodes - 1, dtype=torch.int32, device=rank.device)
@@ -147,7 +159,9 @@ def trees_of(rank: Rank, rows: RunningRows, nodes: int) -> tuple[DraftTrees, Ten
     least = int(placed.trees.num_nodes.min())
     if least != nodes:
         raise ValueError(f"candidates make trees of {least} nodes where {nodes} are wanted")
-    return placed.trees, placed.position
+    drawn = np.random.default_rng(nodes).integers(0, rank.num_tokens, (requests, nodes))
+    token = torch.from_numpy(drawn.astype(np.int32)).to(rank.device)
+    return replace(placed.trees, token=token), placed.position
 
 
 def random_candidates(rank: Rank, requests: int) -> Candidates:

@@ -1,4 +1,4 @@
-"""A rank's shard of Kimi K2.6 at full widths and few layers, through every part of its benchmark."""
+"""Full-width layers of a rank of Kimi K2.6 through every part of their benchmark."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_three_layers_of_a_rank() -> None:
     for row in found:
         params, metrics = row["params"], row["metrics"]
         if params["part"] == "step":
-            assert 0 < metrics["fraction"] < 1.1
+            assert metrics["floor_ms"] > 0
             distinct[params["tokens"]] = metrics["distinct_experts"]
         elif params["part"] == "ops":
             assert metrics["gemm_ms"] > 0 and metrics["moe_ms"] > 0 and metrics["attention_ms"] > 0

@@ -2,21 +2,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import bench_step
 import pytest
+import step_parts
 import step_rows
 import step_time
 import torch
 from step_floor import Ceilings, Work, floor_ms
 from step_predict import RTX, Acceptance, MeasuredRound, predictions, sum_ms
-from step_rank import Loopback, Rank, WatchedOps, temporary_folders
+from step_rank import Rank, WatchedOps, temporary_folders
+from step_ranks import Loopback
 from step_rows import StepCase, requests_of
 from step_time import Span, op_of, time_by_op
 from step_weights import FAR_ROWS, Noise, RandomCheckpoint
 
+from kdray.core.plan import DeviceVerified, Verified
 from kdray.kernels.moe_layout import unpack
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference import ReferenceOps
@@ -81,7 +85,7 @@ def test_a_row_that_fails_is_told_and_the_others_run(
             raise ValueError("such a row")
         return step_rows.tree_step(rank, case)
 
-    monkeypatch.setattr(bench_step, "tree_step", sometimes)
+    monkeypatch.setattr(step_parts, "tree_step", sometimes)
     words = [*SMALL, "--parts", "step", "--tokens", "1", "4", "8", "--contexts", "0"]
     assert bench_step.main(words) == 1
     out = capsys.readouterr().out
@@ -106,6 +110,19 @@ def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_step.main(words) == 0
     out = capsys.readouterr().out
     assert len(rows_of(out, "round")) == 3 and len(rows_of(out, "step")) == 1
+
+
+def test_numbers_that_run_away_are_refused() -> None:
+    token = torch.zeros(1, 2, dtype=torch.int32)
+    fine = DeviceVerified(token=token, dead=token, features=token)
+    step_parts.refuse_broken(fine)
+    step_parts.refuse_broken(Verified(token=token, features=token))
+    for broken in (
+        replace(fine, dead=token + 1),
+        Verified(token=token, features=token, broken=frozenset({0})),
+    ):
+        with pytest.raises(ValueError, match="finite"):
+            step_parts.refuse_broken(broken)
 
 
 def test_loopback_gives_the_shapes_of_other_ranks() -> None:
