@@ -44,6 +44,8 @@ from kdray.config import EngineConfig
 from kdray.errors import KdrayError
 
 if TYPE_CHECKING:
+    from restart_lines import RestartLines
+
     from kdray.actors.supervised import SupervisedEngine
     from kdray.serve.admission import ServeLimits
     from kdray.serve.keys import KeyRing
@@ -97,8 +99,9 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
     if not os.environ.get("RAY_ADDRESS"):  # what a shared cluster has is seen only there
         from kdray.engine import resolve
 
-        for port in filter(None, (arguments.port, arguments.direct_port)):
-            check_port(arguments.host, port)
+        check_port(arguments.host, arguments.port, "--port")
+        if arguments.direct_port is not None:
+            check_port(arguments.host, arguments.direct_port, "--direct-port")
         resolve(config)
     for name, value in _QUIET_ENV.items():
         os.environ.setdefault(name, value)
@@ -118,7 +121,8 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
         engine = None
         try:
             engine = SupervisedEngine.start(config, placement)
-            attend(endpoint(engine, keys, arguments), sample=not arguments.no_sample)
+            address = endpoint(engine, keys, arguments)
+            attend(address, engine, sample=not arguments.no_sample)
         finally:
             # The endpoint first, once what is open has ended. In a cluster that others use nothing
             # of ours may stay; our own one ends with this process.
@@ -155,7 +159,7 @@ def limits_of(arguments: argparse.Namespace) -> ServeLimits:
     return ServeLimits(**{name: value for name, value in given.items() if value is not None})
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, option: str) -> None:
     """Say at once what would otherwise fail when the model is loaded."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -163,17 +167,24 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise KdrayError(
-                f"cannot listen on {host}:{port} ({error}): stop what uses it, or give another port"
+                f"cannot listen on {host}:{port} ({error}): stop what uses it, or "
+                f"give another {option}"
             ) from None
 
 
-def attend(address: Address, *, sample: bool) -> None:
+def attend(address: Address, engine: SupervisedEngine, *, sample: bool) -> None:
     """Say that it is ready and how to call it, then wait for a signal."""
+    from restart_lines import RestartLines
+
     stopped = stop_on_signals()
+    restarts = RestartLines(engine.supervisor)
     print(how_to_call(address), flush=True)
     if sample:
         show_sample(address)
-    wait(address, stopped)
+    try:
+        wait(address, restarts, stopped)
+    finally:
+        restarts.close()
     print("stopping: open requests may finish", flush=True)
 
 
@@ -212,10 +223,13 @@ def endpoint(engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namesp
     return Address(host=arguments.host, port=arguments.port, model=model.name, key=own_key)
 
 
-def wait(address: Address, stopped: threading.Event) -> None:
-    """Until a signal; raises where the endpoint says that the engine is gone."""
+def wait(address: Address, restarts: RestartLines, stopped: threading.Event) -> None:
+    """Until a signal, saying what was restarted; raises where the endpoint says that the engine is
+    gone."""
     causes: list[str] = []
     while not stopped.wait(timeout=_POLL_S):
+        for line in restarts.new():
+            print(line, flush=True)
         cause = unhealthy(address)
         causes = [*causes, cause] if cause is not None else []
         # One bad answer may fall into the moment in which Ray Serve replaces the endpoint.

@@ -78,6 +78,7 @@ def test_it_serves_until_it_is_told_to_stop(
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 0, said.read_text()
+    assert "Unhandled" not in said.read_text()  # as Ray says of answers nobody read
     wait_until(lambda: not live_processes())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health")
