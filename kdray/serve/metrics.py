@@ -5,6 +5,7 @@ docs/metrics.md names them all, beside those of other engines.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -31,6 +32,7 @@ class ServiceMetrics:
     """
 
     def __init__(self) -> None:
+        self._began_at = int(time.time())
         self.open_choices = 0
         self.queued_choices = 0
         self.queued_tokens = 0
@@ -96,6 +98,10 @@ class ServiceMetrics:
             self._tpot.observe((progress.last_at - progress.first_at) / later)
 
     def families(self) -> Iterator[Family]:
+        yield single(
+            "start_time_seconds", "gauge", "When this endpoint began, since 1970: its counters are "
+            "of the time behind it.", self._began_at,
+        )  # fmt: skip
         yield labelled(
             "requests_total", "counter", "Outputs ended, by reason.", "finish_reason",
             self._outcomes,

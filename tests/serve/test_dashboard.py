@@ -79,6 +79,7 @@ def test_every_kind_of_fault_and_every_stage_has_a_panel() -> None:
         "kdray_http_responses_total",  # the refusals beside it say more
         "kdray_queued_prompt_tokens",
         "kdray_replayed_tokens_total",
+        "kdray_start_time_seconds",  # for who subtracts totals
     }
 
 

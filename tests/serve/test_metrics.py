@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,6 +53,14 @@ def test_what_the_engine_says(app_of: BuildApp) -> None:
     assert value(samples, "step_seconds_total", verb="verify") == 1.5
     assert value(samples, "kv_use_ratio") == pytest.approx(7 / 64)
     assert value(samples, "rank_heartbeat_age_seconds", rank="1") == 0.25
+
+
+def test_an_endpoint_says_since_when_it_counts(app_of: BuildApp) -> None:
+    before = int(time.time())
+    app = app_of(FakeEngine())
+    began = value(scrape(app), "start_time_seconds")
+    assert before <= began <= time.time()
+    assert value(scrape(app), "start_time_seconds") == began
 
 
 def test_accept_lengths_are_a_histogram(app_of: BuildApp) -> None:
