@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from kdray.errors import EngineClosed, GangError, InvalidRequest
 
+UNAVAILABLE = "engine_unavailable"
 INVALID = "invalid_request_error"
 BUSY = "rate_limit_error"
 SERVER = "server_error"
@@ -28,6 +29,12 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether each one is worth a line in the log: a fault of ours, but not that there is no
+        engine; who lost it logs that once, with the cause."""
+        return self.status >= 500 and self.code != UNAVAILABLE
 
     def body(self) -> dict[str, Any]:
         return {
@@ -112,6 +119,6 @@ def _unavailable(cause: str) -> Failure:
         status=503,
         message=cause,
         kind=SERVER,
-        code="engine_unavailable",
+        code=UNAVAILABLE,
         headers={"Retry-After": "5"},
     )

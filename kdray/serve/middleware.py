@@ -78,7 +78,7 @@ async def answer_http_error(_: Request, error: Exception) -> JSONResponse:
 
 def _answer(error: Exception) -> JSONResponse:
     failure = failure_of(error)
-    if failure.status >= 500:
+    if failure.is_news:
         log.error("answered %d: %s", failure.status, failure.message, exc_info=error)
     return reply(failure)
 

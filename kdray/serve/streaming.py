@@ -100,7 +100,7 @@ class EventStream(Response):
     async def _tell(self, send: Send, error: Exception) -> None:
         """An error behind the first byte, as the last event."""
         failure = failure_of(error)
-        if failure.status >= 500:
+        if failure.is_news:
             log.error("a stream failed after its first byte", exc_info=error)
         self._refused(failure.code or "other")
         await _send_part(send, _event(failure.body()))

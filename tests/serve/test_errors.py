@@ -128,13 +128,25 @@ def test_refusals_of_the_engine_keep_their_status(
     assert ("retry-after" in response.headers) == (status == 503)
 
 
-def test_an_engine_that_is_down(app_of: BuildApp) -> None:
+def test_an_engine_that_is_down(app_of: BuildApp, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(steps("a"))
     engine.cause = "rank 1 died"
     app = app_of(engine)
     for response in (call(app, "GET", "/health"), chat(app), complete(app, stream=True)):
         assert error_of(response, 503)["message"] == "rank 1 died"
     assert engine.submitted == []
+    assert caplog.records == []  # who lost it said so, once
+
+
+def test_a_fault_of_the_server_is_logged_each_time(
+    app_of: BuildApp, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    engine.refuse = RuntimeError("secret detail")
+    app = app_of(engine)
+    for _ in range(2):
+        error_of(complete(app), 500)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
 def test_a_request_that_the_engine_gives_up(app_of: BuildApp) -> None:
