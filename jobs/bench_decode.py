@@ -68,11 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    if not arguments.no_transformers and (missing := missing_transformers()) is not None:
+        print(f"error: {missing}", file=sys.stderr)
+        return 1
     record = Record("decode", vars(arguments) | {"out": None}, arguments.out)
     for batch in arguments.batches:
         bench(arguments, batch, record)
     record.finish()
     return 0
+
+
+def missing_transformers() -> str | None:
+    """What to do about it, before anything is loaded; None where it is there."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        return (
+            f"cannot import transformers ({error}): install it, or leave it out of the comparison "
+            "with --no-transformers"
+        )
+    return None
 
 
 def bench(arguments: argparse.Namespace, batch: int, record: Record) -> None:
