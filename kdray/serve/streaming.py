@@ -21,6 +21,8 @@ Chunk = Mapping[str, Any]
 log = logging.getLogger("kdray.serve")
 
 KEEP_ALIVE_S = 15.0  # proxies drop connections that stay silent; a queue or a long prompt may
+# Made once: json.dumps with arguments makes one for every call.
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -119,5 +121,4 @@ async def _send_part(send: Send, body: bytes) -> None:
 
 
 def _event(value: Chunk) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {_json(value)}\n\n".encode()
