@@ -42,7 +42,7 @@ from kdray.model.dflash import DFlashNetwork, DraftLayer, DraftMLP, DraftWeights
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_int4 import EveryPart, MlpForm, PackedDraftMLP, int4_of, part_of
 from kdray.model.drafter import DFlashDrafter
-from kdray.model.layers import RmsNorm
+from kdray.model.layers import RmsNorm, laid_out
 from kdray.model.target_tables import TargetTables
 from kdray.model.weight_bytes import drafter_bytes
 
@@ -230,8 +230,8 @@ def dequantised(parts: PackedExperts) -> WholeDraftMLP:
 
 
 def matrix(inputs: int, outputs: int) -> Tensor:
-    """[in, out]"""
-    return drawn(inputs, outputs) * inputs**-0.5
+    """[in, out], in memory as the drafter's own."""
+    return laid_out(drawn(outputs, inputs) * inputs**-0.5)
 
 
 def norm(*shape: int) -> RmsNorm:

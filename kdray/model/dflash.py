@@ -20,14 +20,14 @@ from torch import Tensor
 from kdray.kernels.ops import DraftAttentionBatch, Ops
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_rope import DraftRope, Rotation
-from kdray.model.layers import RmsNorm, swiglu
+from kdray.model.layers import RmsNorm
 
 
 class DraftMLP(Protocol):
     """A layer's SwiGLU, its weights kept in one way or another."""
 
     def added(self, ops: Ops, x: Tensor, normed: Tensor) -> Tensor:
-        """x [R, S, E] + what the MLP makes of normed [R, S, E]."""
+        """x [.., E] + what the MLP makes of normed [.., E]."""
         ...
 
 
@@ -38,7 +38,8 @@ class WholeDraftMLP(NamedTuple):
     down: Tensor
 
     def added(self, ops: Ops, x: Tensor, normed: Tensor) -> Tensor:
-        return x + torch.matmul(swiglu(torch.matmul(normed, self.gate_up)), self.down)
+        inner = ops.gated_linear(normed.flatten(0, -2), self.gate_up)
+        return ops.linear(inner, self.down, add=x.flatten(0, -2)).view(x.shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,38 +90,38 @@ class DFlashNetwork:
 
     def context_kv(self, features: Tensor, position: Tensor) -> list[Tensor]:
         """Features [M, F] of tokens at position [M] -> per layer their K and V [M, 2, G, D]."""
-        weights = self.weights
-        known = weights.hidden_norm(torch.matmul(features, weights.fc))
+        weights, ops = self.weights, self._ops
+        known = ops.rms_norm(ops.linear(features, weights.fc), weights.hidden_norm)
         turn = self._rope.at(position)
         return [self._context_kv_of(layer, known, turn) for layer in weights.layers]
 
     def draft(self, block: Tensor, position: Tensor, contexts: Sequence[LayerContext]) -> Tensor:
         """Embedded blocks [R, S, E] at position [R, S] -> what the head reads, [R, S - 1, E]."""
-        turn = self._rope.at(position)
-        x = block
+        turn, rms_norm = self._rope.at(position), self._ops.rms_norm
+        x = block.flatten(0, 1)
         for layer, context in zip(self.weights.layers, contexts, strict=True):
-            x = x + self._attend(layer, layer.input_norm(x), turn, context)
-            x = layer.mlp.added(self._ops, x, layer.post_norm(x))
-        return self.weights.norm(x[:, 1:])
+            mixed = self._attend(layer, rms_norm(x, layer.input_norm), turn, context)
+            x = self._ops.linear(mixed, layer.out, add=x)
+            x = layer.mlp.added(self._ops, x, rms_norm(x, layer.post_norm))
+        return self.weights.norm(x.view(block.shape)[:, 1:])
 
     def _context_kv_of(self, layer: DraftLayer, known: Tensor, turn: Rotation) -> Tensor:
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        kv = torch.matmul(known, layer.qkv[:, heads * dim :]).view(-1, 2, groups, dim)
+        kv = self._ops.linear(known, layer.qkv[:, heads * dim :]).view(-1, 2, groups, dim)
         key = turn.apply(layer.key_norm(kv[:, 0]))
         return torch.stack((key, kv[:, 1]), dim=1)
 
     def _attend(
         self, layer: DraftLayer, x: Tensor, turn: Rotation, context: LayerContext
     ) -> Tensor:
-        """x [R, S, E] -> [R, S, E]; keys are the context's and the block's own."""
+        """Blocks x [R * S, E] -> [R * S, H D]; keys are the context's and the block's own."""
         config = self.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows, slots, _ = x.shape
-        qkv = torch.matmul(x, layer.qkv).view(rows, slots, heads + 2 * groups, dim)
+        qkv = self._ops.linear(x, layer.qkv).view(-1, config.block_size, heads + 2 * groups, dim)
         turned = turn.apply(layer.head_norm(qkv[:, :, : heads + groups]))
         own = torch.stack((turned[:, :, heads:], qkv[:, :, heads + groups :]), dim=2)
         mixed = self._ops.draft_attention(
             turned[:, :, :heads], own, context.cache, context.batch, dim**-0.5
         )
-        return torch.matmul(mixed.reshape(rows, slots, heads * dim), layer.out)
+        return mixed.reshape(len(x), heads * dim)

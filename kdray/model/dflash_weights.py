@@ -23,7 +23,7 @@ from kdray.model.draft_int4 import (
     part_of,
     rounded,
 )
-from kdray.model.layers import RmsNorm
+from kdray.model.layers import RmsNorm, laid_out
 from kdray.model.placed import PlacedCheckpoint
 
 # Names of the native export that differ from z-lab's.
@@ -88,7 +88,7 @@ class _Reader:
         return self.laid_out(torch.cat([self.stored(name) for name in names]))
 
     def laid_out(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device, self.dtype).T.contiguous()
+        return laid_out(weight.to(self.device, self.dtype))
 
     def stored(self, name: str, rows: slice | None = None) -> Tensor:
         """[out, in], or some outputs of it, in the dtype of the file."""

@@ -24,9 +24,10 @@ class WatchedOps:
 
     def __init__(self) -> None:
         self._ops = load_ops("cpu")
-        self.draft_attention = self._ops.draft_attention
-        self.moe_w4a16 = self._ops.moe_w4a16
         self.logits: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
 
     def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         self.logits = logits
