@@ -100,8 +100,10 @@ class CudaGemm:
             *(weight.stride(2), weight.stride(0)),
             *(out.stride(0), out.stride(1)),
         )
+        pieces = groups * across
+        grid = (pieces, plan.split, heads) if tiles == 1 else (plan.split, pieces, heads)
         kernel.launch(
-            (groups * across, plan.split, heads),
+            grid,
             WARP * plan.warps,
             (out, x, weight, add, work, tokens, inputs, outputs, *strides),
             shared_bytes=shared_bytes(plan, tiles, shape.steps),

@@ -17,10 +17,10 @@ TOKEN_TILE = 8
 TOKEN_TILES = (1, 2, 4, 8)  # what the kernel is compiled for
 MOST_SPLIT, MOST_WARPS = 16, 16
 MOST_SUMS = 16  # tiles a warp holds
-STATIC_BYTES = 128  # of a block: two barriers, and what aligns the rest
-LONGEST_CHUNK = 15  # steps of x that come at once
+LONGEST_CHUNK = 15  # steps of x that come at once, where tokens are one tile
+CHUNKS = 4  # of x, of which there is room, where they are more
 MOST_GROUPS = 2  # of 64 tokens: a tree of 64 drafts has 65 rows
-WORK_WORDS = 4 << 20  # for sums in parts
+WORK_WORDS = 8 << 20  # for sums in parts
 
 # Of the estimate: bytes a microsecond from memory and from L2, multiprocessors, the bytes each must
 # have asked for, microseconds of a merge between blocks and of each part of it.
@@ -86,7 +86,8 @@ def work_words(shape: GemmShape, token_tiles: int, plan: GemmPlan, groups: int) 
     """What blocks leave for one another, in words of 4 bytes."""
     across = -(-shape.outputs // plan.rows)
     sums = token_tiles * TOKEN_TILE * plan.rows
-    return groups * across * shape.heads * (plan.split - 1) * sums
+    left = plan.split if token_tiles > 1 and plan.split > 1 else plan.split - 1
+    return groups * across * shape.heads * left * sums
 
 
 def candidates(shape: GemmShape, runs: int, token_tiles: int) -> Iterator[GemmPlan]:
@@ -122,23 +123,25 @@ def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
 
 
 def fits(plan: GemmPlan, token_tiles: int) -> bool:
-    """Whether a block of it has room for sums and for twice a step of rows of x."""
-    sums = token_tiles * plan.row_tiles
-    most = MOST_WARPS // 2 if sums >= MOST_SUMS else MOST_WARPS
-    least = _ring_bytes(plan) + 2 * _step_bytes(plan, token_tiles)
+    """Whether a block of it has room for sums and for the least rows of x."""
+    least = 2 if token_tiles == 1 else CHUNKS
+    rows = least * _step_bytes(plan, token_tiles)
     return (
-        sums <= MOST_SUMS
-        and plan.warps <= most
-        and max(least, _sum_bytes(plan, token_tiles)) <= MAX_BLOCK_BYTES - STATIC_BYTES
+        token_tiles * plan.row_tiles <= MOST_SUMS
+        and plan.warps <= MOST_WARPS
+        and rows <= _room(plan, token_tiles)
+        and _sum_bytes(plan, token_tiles) <= MAX_BLOCK_BYTES - static_bytes(plan, token_tiles)
     )
 
 
 @cache
 def chunk_of(plan: GemmPlan, token_tiles: int, steps: int) -> int:
-    """Steps of x that come at once: an odd number, which keeps its rows in different banks."""
+    """Steps of x that come at once."""
     longest = -(-steps // plan.runs)
-    room = MAX_BLOCK_BYTES - STATIC_BYTES - _ring_bytes(plan)
-    whole = room // _step_bytes(plan, token_tiles)
+    whole = _room(plan, token_tiles) // _step_bytes(plan, token_tiles)
+    if token_tiles > 1:
+        return 2 if longest > CHUNKS and whole >= 2 * CHUNKS else 1
+    # Odd numbers, which keep a chunk's rows in different banks.
     at_once = longest + 1 - longest % 2
     if at_once <= min(whole, LONGEST_CHUNK):
         return at_once
@@ -148,10 +151,22 @@ def chunk_of(plan: GemmPlan, token_tiles: int, steps: int) -> int:
 @cache
 def shared_bytes(plan: GemmPlan, token_tiles: int, steps: int) -> int:
     """Dynamic shared memory of a block: rings and rows of x, then, in their place, sums."""
-    chunk = chunk_of(plan, token_tiles, steps)
-    buffers = 1 if -(-steps // plan.runs) <= chunk else 2
+    chunk, buffers = chunk_of(plan, token_tiles, steps), CHUNKS
+    if token_tiles == 1:
+        buffers = 1 if -(-steps // plan.runs) <= chunk else 2
     rows = buffers * chunk * _step_bytes(plan, token_tiles)
     return max(_ring_bytes(plan) + rows, _sum_bytes(plan, token_tiles))
+
+
+def static_bytes(plan: GemmPlan, token_tiles: int) -> int:
+    """A block's barriers, and what aligns the rest."""
+    barriers = 2 if token_tiles == 1 else 2 * CHUNKS * plan.warps_k
+    return -(-8 * barriers // 128) * 128
+
+
+def _room(plan: GemmPlan, token_tiles: int) -> int:
+    """Bytes for rows of x."""
+    return MAX_BLOCK_BYTES - static_bytes(plan, token_tiles) - _ring_bytes(plan)
 
 
 def _ring_bytes(plan: GemmPlan) -> int:

@@ -13,17 +13,18 @@
 //         weight a head, out a token, out a head (add has out's)
 //
 // A block takes WARPS_M * ROW_TILES tiles of 16 outputs, up to 8 * TOKEN_TILES tokens (of which
-// there are GROUPS) and WARPS_K of the SLICES = WARPS_K * SPLIT runs of inputs. Grid (GROUPS *
-// tiles of outputs, SPLIT, heads); blocks of 32 * WARPS_M * WARPS_K threads. A warp multiplies one
-// run by mma.m16n8k16, outputs on M and tokens on N. Inputs go to the fragments in an order of
-// their own, the same for both operands, so that a lane's share of a row is 16 bytes in one piece.
-// Weights do not depend on the kernel in front: the rings are filled before it has ended (which it
-// must not have written).
+// there are GROUPS) and WARPS_K of the SLICES = WARPS_K * SPLIT runs of inputs. Grid: pieces, that
+// is GROUPS * tiles of outputs, by SPLIT, by heads; MANY tokens: SPLIT by pieces by heads. Blocks
+// of 32 * WARPS_M * WARPS_K threads. A warp multiplies one run by mma.m16n8k16, outputs on M and
+// tokens on N. Inputs go to the fragments in an order of their own, the same for both operands, so
+// that a lane's share of a row is 16 bytes in one piece. Weights do not depend on the kernel in
+// front: the rings are filled before it has ended (which it must not have written).
 //
-// Where SPLIT > 1 blocks y < SPLIT - 1 leave their sums in the workspace, and the last takes them
-// as they come: a word that is not EMPTY is there. No counter, no fence; the words are emptied
-// again. The last block's index is above those it waits for, and blocks start in the order of
-// their index.
+// Where SPLIT > 1 blocks leave sums for one another in the workspace, and take them as they come: a
+// word that is not EMPTY is there. No counter, no fence; the words are emptied again. Blocks start
+// in the order of their index. Few tokens: the last of the SPLIT blocks takes all, and waits for
+// those before it alone. MANY: each takes its share of the sums, and so waits for all of them, which
+// are neighbours; they are never more than fit a device together.
 //
 // Order of sums: a run in the order of its inputs, runs as a balanced binary tree. It depends on
 // SLICES alone, which hangs on the matrix's shape: a token's bits do not depend on its batch, and
@@ -66,27 +67,30 @@
 #endif
 
 #include "overlap.cuh"
-#include "skinny_gemm_stream.cuh"
+#include "skinny_gemm_rows.cuh"
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_K;
-// Registers: 128 a thread, or where many sums are held 168, unless threads are few.
-constexpr int RESIDENT = TOKEN_TILES * ROW_TILES >= 16 ? 384 : 512;
-constexpr int BLOCKS = RESIDENT > THREADS ? RESIDENT / THREADS : 1;
-constexpr int STEP = 32;  // inputs
+constexpr int BLOCKS = 512 > THREADS ? 512 / THREADS : 1;  // of 128 registers a thread
+constexpr int STEP = 32;                                   // inputs
 constexpr int SLICES = WARPS_K * SPLIT;
-constexpr int ROWS = 16 * ROW_TILES * WARPS_M;     // of the matrix, a block
-constexpr int TOKENS = 8 * TOKEN_TILES;            // a block
-constexpr int VECTORS = ROWS / 4;                  // a token
-constexpr int PART_STRIDE = ROWS + 4;              // so that a warp's sums go to all banks
-constexpr int X_STRIDE = CHUNK * 64;               // bytes; odd in halves of the banks' width
-constexpr int TILE_OUTPUTS = GATED ? 8 : 16;       // a tile is 8 gate rows, then their up rows
-static_assert(CHUNK % 2 == 1, "rows of x must lie in different halves of the banks");
-constexpr bool FEW_SUMS = TOKEN_TILES == 1 && ROW_TILES == 1;
+constexpr int ROWS = 16 * ROW_TILES * WARPS_M;  // of the matrix, a block
+constexpr int TOKENS = 8 * TOKEN_TILES;         // a block
+constexpr int VECTORS = ROWS / 4;               // a token
+constexpr int PART_STRIDE = ROWS + 4;           // so that a warp's sums go to all banks
+constexpr int TILE_OUTPUTS = GATED ? 8 : 16;    // a tile is 8 gate rows, then their up rows
+constexpr bool MANY = TOKEN_TILES > 1;
 static_assert(SLOTS >= 3, "a step to read and some to come");
 static_assert((SLICES & (SLICES - 1)) == 0, "runs merge as a balanced tree");
 static_assert(!(GATED && OUT_FP32), "gates are bfloat16");
 
 typedef WeightRing<ROW_TILES, SLOTS> Ring;
+#if TOKEN_TILES == 1
+typedef RowBuffers<TOKENS, WARPS_M, WARPS_K, CHUNK> Rows;
+constexpr int BARRIERS = 2;
+#else
+typedef RowRing<TOKENS, WARPS_M, CHUNK> Rows;
+constexpr int BARRIERS = Rows::BARRIERS * WARPS_K;
+#endif
 
 extern __shared__ __align__(128) unsigned char block_memory[];
 
@@ -96,68 +100,29 @@ struct Sizes {
 
     // Of SLICES runs, as even as steps allow.
     __device__ int first_step(u32 slice) const { return slice * (inputs / STEP) / SLICES; }
-    __device__ int chunks() const
-    {
-        const u32 longest = ((u32)inputs / STEP + SLICES - 1) / SLICES;
-        return (longest + CHUNK - 1) / CHUNK;
-    }
+    __device__ int longest_run() const { return ((u32)inputs / STEP + SLICES - 1) / SLICES; }
 };
 
 // Which part of the product the block makes, and which run of inputs its warp.
 struct Place {
-    u32 tile;    // of ROWS rows
-    int first;   // token
-    int tokens;  // of them
+    u32 piece, split;  // of the grid
+    u32 tile;          // of ROWS rows
+    int first;         // token
+    int tokens;        // of them
     u32 row_warp, run;
 
     __device__ explicit Place(int all_tokens)
     {
         const u32 warp = threadIdx.x / WARP;
-        tile = blockIdx.x / GROUPS;
-        first = blockIdx.x % GROUPS * TOKENS;
+        piece = MANY ? blockIdx.y : blockIdx.x;
+        split = MANY ? blockIdx.x : blockIdx.y;
+        tile = piece / GROUPS;
+        first = piece % GROUPS * TOKENS;
         tokens = min(all_tokens - first, TOKENS);
         row_warp = warp % WARPS_M;
         run = warp / WARPS_M;
     }
-    __device__ u32 slice() const { return blockIdx.y * WARPS_K + run; }
-};
-
-// The rows of x for the warp's run: two buffers of CHUNK steps, filled by the copy engine. A
-// lane's copies go out one after another, so the warps that share a run take turns at its tokens.
-// A barrier a buffer waits for all of the block's runs.
-struct Rows {
-    const Place& place;
-    const u16* x;          // the lane's first row, the run's first step
-    int next_row;          // WARP * WARPS_M tokens on, in numbers
-    int steps;             // of the run
-    SharedAddress landed;  // two barriers
-    SharedAddress base;
-
-    // Where one tile of tokens is the rule only those there are take room; else whole tiles do.
-    __device__ int rows() const { return TOKEN_TILES == 1 ? place.tokens : TOKENS; }
-    __device__ SharedAddress buffer(int chunk) const
-    {
-        return base + (chunk % 2 * WARPS_K + place.run) * rows() * X_STRIDE;
-    }
-    // Of the lane.
-    __device__ int first_row() const { return lane_id() * WARPS_M + place.row_warp; }
-    // All threads. Nobody reads what was in the buffer any more.
-    __device__ void bring(u32 chunk) const
-    {
-        const SharedAddress barrier = landed + chunk % 2 * 8;
-        const int bytes = max(0, min(steps - (int)chunk * CHUNK, CHUNK)) * 64;
-        if (place.row_warp == 0 && lane_id() == 0)
-            barrier_arrive_expecting(barrier, place.tokens * bytes);
-        if (bytes == 0) return;
-        const SharedAddress to = buffer(chunk) + first_row() * X_STRIDE;
-        const u16* const from = x + chunk * CHUNK * STEP;
-        constexpr int APART = WARP * WARPS_M;
-#pragma unroll
-        for (int i = 0; i < (TOKENS + APART - 1) / APART; ++i)
-            if (first_row() + i * APART < place.tokens)
-                copy_run_async(to + i * APART * X_STRIDE, from + i * next_row, bytes, barrier);
-    }
-    __device__ void wait(u32 chunk) const { barrier_wait(landed + chunk % 2 * 8, chunk / 2 % 2); }
+    __device__ u32 slice() const { return split * WARPS_K + run; }
 };
 
 typedef float Sums[ROW_TILES][TOKEN_TILES][4];
@@ -182,12 +147,14 @@ struct Weights {
     }
 };
 
+#if TOKEN_TILES == 1
+
 // Adds steps step .. end - 1. `rows` is where the lane's share of x lies, of the first.
 __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int& step, int end,
                                                SharedAddress rows)
 {
     Weights now, next;
-    if (FEW_SUMS) {
+    if (ROW_TILES == 1) {
         // Products wait for one another, so the next step's operands come meanwhile.
         uint4 x, next_x;
         if (step >= end) return;
@@ -212,13 +179,68 @@ __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int&
         for (; step < end; ++step, rows += 64) {
             ring.wait<SLOTS - 1>();
             now.load(ring, step);
-#pragma unroll
-            for (int n = 0; n < TOKEN_TILES; ++n)
-                now.multiply(sum, n, shared_vector(rows + n * 8 * X_STRIDE));
+            now.multiply(sum, 0, shared_vector(rows));
             ring.start(step + SLOTS);
         }
     }
 }
+
+// The warp's run; all threads of the block. `longest`: steps of the block's longest run.
+__device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const Rows& rows,
+                                             int longest)
+{
+    const int lane = lane_id(), own_row = min(lane / 4, rows.tokens - 1);
+    const int chunks = (longest + CHUNK - 1) / CHUNK;
+    int step = 0;
+    // Chunks come in two turns ahead of their use; in the first two turns there is none to use.
+#pragma unroll 1
+    for (int chunk = -2; chunk < chunks; ++chunk) {
+        if (chunk >= 0) {
+            rows.wait(chunk);
+            const SharedAddress from =
+                rows.buffer(chunk) + own_row * Rows::ROW_BYTES + lane % 4 * 16;
+            multiply_steps(sum, ring, step, min((chunk + 1) * CHUNK, ring.steps), from);
+        }
+        if (chunk + 2 >= chunks) continue;
+        if (chunk >= 0) __syncthreads();
+        rows.bring(chunk + 2);
+    }
+}
+
+#else
+
+// The warp's run.
+__device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const Rows& rows)
+{
+    // Where registers allow it the next step's weights come ahead of the products.
+    constexpr bool AHEAD = TOKEN_TILES * ROW_TILES <= 8;
+    const int lane = lane_id(), own = lane / 4 * 64 + lane % 4 * 16;
+    Weights now, next;
+    if (AHEAD && ring.steps > 0) {
+        ring.wait<SLOTS - 1>();
+        next.load(ring, 0);
+    }
+#pragma unroll 1
+    for (int step = 0; step < ring.steps; ++step) {
+        if (step % CHUNK == 0) rows.wait(step / CHUNK);
+        const SharedAddress from = rows.at(step) + own;
+        if (AHEAD) {
+            now = next;
+            ring.wait<SLOTS - 2>();
+            if (step + 1 < ring.steps) next.load(ring, step + 1);
+        } else {
+            ring.wait<SLOTS - 1>();
+            now.load(ring, step);
+        }
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n)
+            now.multiply(sum, n, shared_vector(from + n * 512));
+        if (step % CHUNK == CHUNK - 1) rows.pass(step / CHUNK);
+        ring.start(step + SLOTS);
+    }
+}
+
+#endif
 
 // The warp's sums into part[WARPS_K][tokens][PART_STRIDE], outputs side by side.
 __device__ __forceinline__ void lay_out(float* part, const Sums& sum, const Place& place)
@@ -240,14 +262,23 @@ __device__ __forceinline__ void lay_out(float* part, const Sums& sum, const Plac
         }
 }
 
-__device__ __forceinline__ uint4* published(uint4* work, int split)
+// Where block `split` of a piece leaves its sums. The last of few tokens' blocks leaves none.
+__device__ __forceinline__ uint4* published(uint4* work, const Place& place, int split)
 {
-    const int tile = blockIdx.z * gridDim.x + blockIdx.x;
-    return work + ((i64)tile * (SPLIT - 1) + split) * TOKENS * VECTORS;
+    const int pieces = MANY ? gridDim.y : gridDim.x;
+    const i64 piece = blockIdx.z * pieces + place.piece;
+    return work + (piece * (MANY ? SPLIT : SPLIT - 1) + split) * TOKENS * VECTORS;
 }
 
-// Vector v of the block's sums, over all runs: the block's own, and what others publish.
-__device__ __forceinline__ float4 whole_sum(const float4& own, uint4* work, int v)
+// Whether the block that gathers takes the sums of block s from the workspace.
+__device__ __forceinline__ bool others(const Place& place, int s)
+{
+    return MANY ? s != (int)place.split : s < SPLIT - 1;
+}
+
+// Vector v of the piece's sums, over all runs: the block's own, and what others publish.
+__device__ __forceinline__ float4 whole_sum(const float4& own, uint4* work, const Place& place,
+                                            int v)
 {
     if constexpr (SPLIT == 1) {
         return own;
@@ -257,18 +288,21 @@ __device__ __forceinline__ float4 whole_sum(const float4& own, uint4* work, int 
         do {
             full = true;
 #pragma unroll
-            for (int s = 0; s < SPLIT - 1; ++s) word[s] = load_relaxed(published(work, s) + v);
+            for (int s = 0; s < SPLIT; ++s)
+                if (others(place, s)) word[s] = load_relaxed(published(work, place, s) + v);
 #pragma unroll
-            for (int s = 0; s < SPLIT - 1; ++s) full = full && is_full(word[s]);
+            for (int s = 0; s < SPLIT; ++s)
+                if (others(place, s)) full = full && is_full(word[s]);
         } while (!full);
         float4 sum[SPLIT];
 #pragma unroll
-        for (int s = 0; s < SPLIT - 1; ++s) {
-            store_relaxed(published(work, s) + v, {EMPTY, EMPTY, EMPTY, EMPTY});
+        for (int s = 0; s < SPLIT; ++s) {
+            sum[s] = own;
+            if (!others(place, s)) continue;
+            store_relaxed(published(work, place, s) + v, {EMPTY, EMPTY, EMPTY, EMPTY});
             sum[s] = {float_of(word[s].x), float_of(word[s].y), float_of(word[s].z),
                       float_of(word[s].w)};
         }
-        sum[SPLIT - 1] = own;
         return tree_sum<SPLIT>(sum, 1);
     }
 }
@@ -295,38 +329,71 @@ __device__ __forceinline__ void store(void* out, const void* add, i64 at, float4
 #endif
 }
 
-// Vector v of the block's sums: on to the last block, or, there, over all runs.
-__device__ __forceinline__ float4 merged(const float4& own, uint4* work, int v)
-{
-    if (blockIdx.y + 1 < SPLIT) {
-        publish(published(work, blockIdx.y) + v, own);
-        return own;
+// Units of four outputs, of which a token has UNITS: where the sums of the block's warps lie.
+constexpr int UNITS = GATED ? VECTORS / 2 : VECTORS;
+struct Unit {
+    u32 token, unit, vector;
+
+    __device__ explicit Unit(u32 u)
+        : token(u / UNITS), unit(u % UNITS), vector(GATED ? unit / 2 * 4 + unit % 2 : unit)
+    {
     }
-    return whole_sum(own, work, v);
+    __device__ int word() const { return token * VECTORS + vector; }
+    // Vector `more` further on, over the block's warps.
+    __device__ float4 own(const float* part, const Place& place, int more) const
+    {
+        const float4* const sums = (const float4*)(part + token * PART_STRIDE) + vector + more;
+        return tree_sum<WARPS_K>(sums, place.tokens * (PART_STRIDE / 4));
+    }
+};
+
+// Vector v of the block's sums: left for another block, or, `here`, over all runs.
+__device__ __forceinline__ float4 merged(const float4& own, uint4* work, const Place& place, int v,
+                                         bool here)
+{
+    if (SPLIT == 1 || here) return whole_sum(own, work, place, v);
+    publish(published(work, place, place.split) + v, own);
+    return own;
+}
+
+// A unit's sums, left for another block, or, `here`, to where they go.
+__device__ __forceinline__ void settle(const float* part, void* out, const void* add, uint4* work,
+                                       const Sizes& sizes, const Place& place, const Unit& unit,
+                                       bool here)
+{
+    float4 sum = merged(unit.own(part, place, 0), work, place, unit.word(), here);
+#if GATED
+    const float4 up = merged(unit.own(part, place, 2), work, place, unit.word() + 2, here);
+    sum = {gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w)};
+#endif
+    const int feature = place.tile * (UNITS * 4) + unit.unit * 4;
+    if (!here || feature >= sizes.outputs / (GATED + 1)) return;
+    const i64 at = (i64)(place.first + unit.token) * sizes.out_token +
+                   (i64)blockIdx.z * sizes.out_head + feature;
+    store(out, add, at, sum);
 }
 
 // Sums of the block's warps, and of the other blocks, to where they go.
 __device__ __forceinline__ void finish(const float* part, void* out, const void* add, uint4* work,
                                        const Sizes& sizes, const Place& place)
 {
-    constexpr int UNITS = GATED ? VECTORS / 2 : VECTORS;  // of four outputs, a token
-    const int warp_stride = place.tokens * (PART_STRIDE / 4);
+    const u32 units = place.tokens * UNITS;
+    if constexpr (MANY && SPLIT > 1) {
+        constexpr u32 TOGETHER = 8;  // a block's units that lie side by side, to write whole lines
 #pragma unroll 1
-    for (u32 u = threadIdx.x; u < place.tokens * UNITS; u += THREADS) {
-        const u32 token = u / UNITS, unit = u % UNITS;
-        const u32 vector = GATED ? unit / 2 * 4 + unit % 2 : unit;
-        const float4* const own = (const float4*)(part + token * PART_STRIDE) + vector;
-        const int v = token * VECTORS + vector;
-        float4 sum = merged(tree_sum<WARPS_K>(own, warp_stride), work, v);
-#if GATED
-        const float4 up = merged(tree_sum<WARPS_K>(own + 2, warp_stride), work, v + 2);
-        sum = {gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w)};
-#endif
-        const int feature = place.tile * (UNITS * 4) + unit * 4;
-        if (blockIdx.y + 1 < SPLIT || feature >= sizes.outputs / (GATED + 1)) continue;
-        const i64 at = (i64)(place.first + token) * sizes.out_token +
-                       (i64)blockIdx.z * sizes.out_head + feature;
-        store(out, add, at, sum);
+        for (u32 u = threadIdx.x; u < units; u += THREADS)
+            if (u / TOGETHER % SPLIT != place.split)
+                settle(part, out, add, work, sizes, place, Unit(u), false);
+#pragma unroll 1
+        for (u32 i = threadIdx.x;; i += THREADS) {
+            const u32 u = (i / TOGETHER * SPLIT + place.split) * TOGETHER + i % TOGETHER;
+            if (u >= units) break;
+            settle(part, out, add, work, sizes, place, Unit(u), true);
+        }
+    } else {
+#pragma unroll 1
+        for (u32 u = threadIdx.x; u < units; u += THREADS)
+            settle(part, out, add, work, sizes, place, Unit(u), place.split == SPLIT - 1);
     }
 }
 
@@ -335,7 +402,7 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
             int inputs, int outputs, int x_token, int x_head, int w_row, int w_head, int out_token,
             int out_head)
 {
-    __shared__ u64 landed[2];
+    __shared__ u64 barriers[BARRIERS];
     let_next_start();
     const Sizes sizes = {tokens, inputs, outputs, x_token, x_head,
                          w_row,  w_head, out_token, out_head};
@@ -358,13 +425,19 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     }
     ring.fill();
 
-    const Rows rows = {place,
-                       x + (i64)blockIdx.z * x_head + first_step * STEP +
-                           (place.first + lane * WARPS_M + place.row_warp) * (i64)x_token,
+    const u16* const first_x = x + (i64)blockIdx.z * x_head + first_step * STEP;
+    const SharedAddress behind_rings =
+        shared_address(block_memory) + WARPS_M * WARPS_K * Ring::BYTES;
+    Sums sum = {};
+#if TOKEN_TILES == 1
+    const Rows rows = {first_x + (place.first + lane * WARPS_M + place.row_warp) * (i64)x_token,
                        WARP * WARPS_M * x_token,
+                       place.tokens,
                        ring.steps,
-                       shared_address(landed),
-                       shared_address(block_memory) + WARPS_M * WARPS_K * Ring::BYTES};
+                       place.row_warp,
+                       place.run,
+                       shared_address(barriers),
+                       behind_rings};
     if (threadIdx.x == 0) {
         barrier_init(rows.landed, WARPS_K);
         barrier_init(rows.landed + 8, WARPS_K);
@@ -372,23 +445,21 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     }
     __syncthreads();
     wait_for_previous();
-
-    Sums sum = {};
-    const int own_row = TOKEN_TILES == 1 ? min(g, place.tokens - 1) : g;
-    const int chunks = sizes.chunks();
-    int step = 0;
-    // Chunks come in two turns ahead of their use; in the first two turns there is none to use.
-#pragma unroll 1
-    for (int chunk = -2; chunk < chunks; ++chunk) {
-        if (chunk >= 0) {
-            rows.wait(chunk);
-            const SharedAddress from = rows.buffer(chunk) + own_row * X_STRIDE + t * 16;
-            multiply_steps(sum, ring, step, min((chunk + 1) * CHUNK, ring.steps), from);
-        }
-        if (chunk + 2 >= chunks) continue;
-        if (chunk >= 0) __syncthreads();
-        rows.bring(chunk + 2);
-    }
+    multiply_run(sum, ring, rows, sizes.longest_run());
+#else
+    const Rows rows = {first_x + place.first * (i64)x_token,
+                       x_token,
+                       place.tokens,
+                       ring.steps,
+                       (int)(place.row_warp * WARP) + lane,
+                       behind_rings + place.run * Rows::BYTES,
+                       shared_address(barriers) + place.run * Rows::BARRIERS * 8};
+    if (rows.member == 0) rows.open();
+    __syncthreads();
+    wait_for_previous();
+    rows.fill();
+    multiply_run(sum, ring, rows);
+#endif
     __syncthreads();  // rings and rows have been read
     float* const part = (float*)block_memory;
     lay_out(part, sum, place);

@@ -1,6 +1,6 @@
-// How skinny_gemm.cu's operands come in: weights through rings that each lane fills and reads by
-// itself, rows of x through two buffers that the block shares; and words that one block leaves for
-// another of the same launch.
+// How skinny_gemm.cu's operands come in: weights, through rings that each lane fills and reads
+// by itself; and words that one block leaves for another of the same launch. Rows of x:
+// skinny_gemm_rows.cuh.
 #pragma once
 
 #include "mma.cuh"
@@ -34,6 +34,12 @@ __device__ __forceinline__ uint4 shared_vector(SharedAddress from)
                  : "memory");
     return v;
 }
+__device__ __forceinline__ void store_shared_vector(SharedAddress to, const uint4& v)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
 // Words that go to, and come from, another block: each is whole by itself, in no order.
 __device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v)
 {
@@ -66,6 +72,10 @@ inline void wait_for_groups()
 inline uint4 shared_vector(SharedAddress from)
 {
     return *(const uint4*)simt::shared_pointer(from, 16);
+}
+inline void store_shared_vector(SharedAddress to, const uint4& v)
+{
+    *(uint4*)simt::shared_pointer(to, 16) = v;
 }
 inline void store_relaxed(uint4* to, const uint4& v) { *to = v; }
 inline uint4 load_relaxed(const uint4* from)

@@ -23,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string_view>
 #include <tuple>
@@ -82,10 +83,12 @@ struct Copy {
     void* to;
     const void* from;  // null: zeros
     size_t bytes;
+    std::shared_ptr<bool> landed = std::make_shared<bool>(false);  // whoever waits for it first
 };
 
 inline void land(const Copy& copy)
 {
+    if (std::exchange(*copy.landed, true)) return;
     if (copy.from == nullptr)
         std::memset(copy.to, 0, copy.bytes);
     else
@@ -638,8 +641,8 @@ inline void barrier_expect(unsigned address, size_t bytes)
 
 inline void barrier_arrive_after_copies(unsigned address)
 {
-    machine.flights.push_back({address, std::move(me().copies), false});
-    me().copies.clear();
+    machine.flights.push_back({address, me().copies, false});
+    if (me().groups.empty()) me().copies.clear();  // else the thread may wait for them as well
 }
 
 // One copy of many bytes, which the barrier counts; to addresses, as the copy engine takes them.
