@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdray.kernels.ops import Ops
+from kdray.kernels.ops import LiveRows, Ops
 from kdray.kernels.reference import ReferenceOps
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import INT4_GROUP, ModelConfig
@@ -49,7 +49,8 @@ class StoredMoE:
     shared: DenseMLP
     rounded: bool
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, live: LiveRows | None = None) -> Tensor:
+        """Of every row."""
         expert, weight = self.router.route(x)
         total = torch.zeros_like(x)
         for number in expert.unique().tolist():

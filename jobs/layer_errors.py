@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
 from kdray.model.batch import ForwardBatch
 from kdray.model.mla import AttentionSplit, Rows
 from kdray.model.moe import DenseMLP, Router, Routing
@@ -122,8 +122,8 @@ class Heard(NamedTuple):
     router: Router
     chosen: list[Tensor]
 
-    def route(self, x: Tensor) -> Routing:
-        routing = self.router.route(x)
+    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
+        routing = self.router.route(x, live)
         self.chosen.append(routing.expert)
         return routing
 
@@ -134,7 +134,7 @@ class Told(NamedTuple):
     router: Router
     chosen: list[Tensor]
 
-    def route(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
         expert, rule = self.chosen.pop(0), self.router.rule
         weight = torch.sigmoid(x @ self.router.weight).gather(1, expert)
         if rule.normalize:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kdray.config import EngineConfig
 from kdray.facts import EngineFacts
-from kdray.kernels.ops import Ops, RoutingRule, load_ops
+from kdray.kernels.ops import LiveRows, Ops, RoutingRule, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.memory_plan import SPARE_PAGES, plan_of_start
 from kdray.model.dflash import DFlashNetwork
@@ -54,9 +54,9 @@ class WatchedOps:
         return getattr(self._ops, name)
 
     def route_experts(
-        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule, live: LiveRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        expert, weight = self._ops.route_experts(logits, bias, rule)
+        expert, weight = self._ops.route_experts(logits, bias, rule, live)
         if self._chosen is not None:
             self._chosen.append(expert)
         return expert, weight

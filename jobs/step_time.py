@@ -114,7 +114,7 @@ def op_of(name: str) -> str:
 
 def distinct_experts(chosen: Sequence[Tensor]) -> list[int]:
     """Experts that the rows of a step chose, a layer each."""
-    return [len(expert.unique()) for expert in chosen]
+    return [len(expert[expert >= 0].unique()) for expert in chosen]
 
 
 def as_metrics(by_op: dict[str, float]) -> dict[str, float]:

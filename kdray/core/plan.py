@@ -74,12 +74,14 @@ class RunningRows:
 
     A row of padding stands at position 0 of a page that no request owns.
 
+    slot                        [R] int32: where the state is kept; below 0: padding
     root, root_position         [R] int32: the token without KV and its place
     page_table                  [R, P] int32; page_size positions a page
     temperature                 [R] float32, 0: greedy      top_k   [R] int32, 0: all
     top_p, min_p                [R] float64                 seed    [R] int64
     """
 
+    slot: Array
     root: Array
     root_position: Array
     page_table: Array

@@ -74,6 +74,7 @@ class RunningState:
         own = self._tables.own(slot)
         small, wide = self._small.index_select(1, own), self._wide.index_select(1, own)
         return RunningRows(
+            slot=slot,
             root=small[ROOT],
             root_position=small[ROOT_POSITION],
             page_table=self._tables.table.index_select(0, own),

@@ -34,6 +34,7 @@ from kdray.kernels.ops import (
     AttentionBatch,
     DeviceAttentionBatch,
     DraftAttentionBatch,
+    LiveRows,
     Norm,
     PlacedRows,
     RoutingRule,
@@ -132,9 +133,9 @@ class CudaOps:
         return self._fused.swiglu(gate_up)
 
     def route_experts(
-        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule, live: LiveRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self._fused.route_experts(logits, bias, rule)
+        return self._fused.route_experts(logits, bias, rule, live)
 
     def moe_w4a16(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from kdray.kernels import latent_rows
 from kdray.kernels import reference_fused as reference
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import Norm, PlacedRows, RoutingRule
+from kdray.kernels.ops import LiveRows, Norm, PlacedRows, RoutingRule
 
 DTYPES = (torch.bfloat16, torch.float32)
 WARP = 32
@@ -98,10 +98,10 @@ class CudaFused:
         return out
 
     def route_experts(
-        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule, live: LiveRows | None = None
     ) -> tuple[Tensor, Tensor]:
         if not takes_routing(logits, bias, rule):
-            return reference.route_experts(logits, bias, rule)
+            return reference.route_experts(logits, bias, rule, live)
         rows, experts = logits.shape
         expert = torch.empty((rows, rule.top_k), dtype=torch.int64, device=logits.device)
         weight = torch.empty((rows, rule.top_k), dtype=torch.float32, device=logits.device)
@@ -110,7 +110,9 @@ class CudaFused:
             kernel = self._loader.get(
                 "route_experts", "route_experts", routing_defines(experts, rule)
             )
-            kernel.launch(rows, WARP, (expert, weight, logits, bias, *facts), overlap=True)
+            padding = (live.slot, live.num_nodes, live.nodes) if live else (None, None, 0)
+            arrays = (expert, weight, logits, bias)
+            kernel.launch(rows, WARP, (*arrays, *facts, *padding), overlap=True)
         return expert, weight
 
     def _norm(

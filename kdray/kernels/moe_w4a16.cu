@@ -8,7 +8,7 @@
 //   x        [T, WIDTH] bf16
 //   gate_up  [X, INNER / 16, WIDTH / 32, 576] bytes, down [X, WIDTH / 32, INNER / 32, 576] bytes:
 //            moe_layout.py. w = q * scale, unrounded.
-//   expert   [P] int64, weight [P] float32, shared [T, WIDTH] bf16 or null
+//   expert   [P] int64, -1 with weight 0: none;  weight [P] float32, shared [T, WIDTH] bf16 or null
 //   tile, sorted, num_tiles   by sort_rows.cu, with TILE_ROWS = 8 * COLUMN_TILES; or, with
 //            COLUMN_TILES 1, null: then P <= 32 and T <= 8, and each warp sorts for itself
 //
@@ -278,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int k = 0; k < TOP_K; ++k) {
         const Eight term = eight_of(given[k]);
         const float w = weight[row * TOP_K + k];
+        if (w == 0.0f) continue;  // of no expert: partial holds anything, even NaN
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum.x[i] += w * term.x[i];
     }

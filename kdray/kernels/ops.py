@@ -69,6 +69,20 @@ class DeviceAttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class LiveRows:
+    """Which rows of a device round stand for something; the others are padding.
+
+    Row r * nodes + i is one where i < num_nodes[r] and slot[r] is not below 0.
+
+    slot, num_nodes   [R] int32
+    """
+
+    slot: Tensor
+    num_nodes: Tensor
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DraftAttentionBatch:
     """What the blocks of R requests see, S slots each.
 
@@ -244,10 +258,11 @@ class Ops(Protocol):
         ...
 
     def route_experts(
-        self, logits: Tensor, bias: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias: Tensor, rule: RoutingRule, live: LiveRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """The noaux_tc router: logits [T, X] fp32, bias [X] fp32 -> expert [T, k] int64, best first
-        (the lower expert and group among equals), and weight [T, k] fp32."""
+        (the lower expert and group among equals), and weight [T, k] fp32. Rows that are not live
+        get experts -1 of weight 0."""
         ...
 
     def moe_w4a16(
@@ -261,8 +276,9 @@ class Ops(Protocol):
         """x [T, E], routed to expert [T, k] int64 with weight [T, k] fp32 -> [T, E].
 
         Sum over a row's experts, in order, of weight * down(silu(gate x) * up x), + shared [T, E].
-        A row's experts are distinct. Sums are fp32; what is between the products, and an expert's
-        output, are rounded to x's dtype once. On a GPU a row's bits do not depend on its batch.
+        A row's experts are distinct, or -1 of weight 0: none. Sums are fp32; what is between the
+        products, and an expert's output, are rounded to x's dtype once. On a GPU a row's bits do
+        not depend on its batch.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdray.kernels.latent_rows import is_fp8, quantised
-from kdray.kernels.ops import Norm, PlacedRows, RoutingRule
+from kdray.kernels.ops import LiveRows, Norm, PlacedRows, RoutingRule
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -65,7 +65,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def route_experts(logits: Tensor, bias: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+def route_experts(
+    logits: Tensor, bias: Tensor, rule: RoutingRule, live: LiveRows | None = None
+) -> tuple[Tensor, Tensor]:
     """As in Ops; the bias steers the choice, never the weight."""
     score = torch.sigmoid(logits)
     choice = score + bias
@@ -75,7 +77,13 @@ def route_experts(logits: Tensor, bias: Tensor, rule: RoutingRule) -> tuple[Tens
     weight = score.gather(1, expert)
     if rule.normalize:
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-    return expert, weight * rule.scale
+    weight = weight * rule.scale
+    if live is None:
+        return expert, weight
+    node = torch.arange(live.nodes, device=logits.device)
+    there = (node < live.num_nodes[:, None]) & (live.slot >= 0)[:, None]
+    padding = ~there.view(-1, 1)
+    return expert.masked_fill(padding, -1), weight.masked_fill(padding, 0.0)
 
 
 def _within_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

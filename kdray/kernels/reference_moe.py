@@ -12,7 +12,7 @@ from kdray.kernels.moe_layout import Int4, PackedExperts, unpack, unwoven
 
 
 class SortedRows(NamedTuple):
-    """tile [tiles, 4] int32: expert, pairs, first place in pair, 0; pair [P] int32."""
+    """tile [tiles, 4] int32: expert, pairs, first place in pair, 0; pair [P] int32, or fewer."""
 
     tile: Tensor
     pair: Tensor
@@ -22,8 +22,8 @@ def moe_w4a16(
     x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
 ) -> Tensor:
     """As in Ops; looks on the host for the rows of every expert."""
-    partial = torch.empty((*expert.shape, x.shape[1]), dtype=x.dtype, device=x.device)
-    for number in expert.unique().tolist():
+    partial = torch.zeros((*expert.shape, x.shape[1]), dtype=x.dtype, device=x.device)
+    for number in expert[expert >= 0].unique().tolist():
         row, choice = (expert == number).nonzero(as_tuple=True)
         gate, up, down = weights_of(experts, number)
         rows = x[row].float()
@@ -46,10 +46,11 @@ def values(weight: Int4) -> Tensor:
 def sort_rows(expert: Tensor, tile_rows: int) -> SortedRows:
     """expert [T, k]: pairs by expert, cut into tiles of up to tile_rows."""
     chosen = expert.flatten().tolist()
-    pair = sorted(range(len(chosen)), key=lambda p: chosen[p])
+    there = [p for p, number in enumerate(chosen) if number >= 0]
+    pair = sorted(there, key=lambda p: chosen[p])
     tile = []
-    for number in sorted(set(chosen)):
-        count, first = chosen.count(number), sum(other < number for other in chosen)
+    for number in sorted({chosen[p] for p in there}):
+        count, first = chosen.count(number), sum(0 <= other < number for other in chosen)
         for done in range(0, count, tile_rows):
             tile.append((number, min(tile_rows, count - done), first + done, 0))
     return SortedRows(

@@ -8,6 +8,8 @@
 //
 // outputs  expert [T, TOP_K] int64, best first;  weight [T, TOP_K] float32
 // inputs   logits [T, NUM_EXPERTS] float32, contiguous;  bias [NUM_EXPERTS] float32
+//          slot, num_nodes [T / nodes] int32, or null: row r * nodes + i is padding where
+//          i >= num_nodes[r] or slot[r] < 0. It has experts -1 of weight 0, so that it costs nothing.
 //
 // Grid T blocks of one warp, one a row. Lane l holds experts l * SLOTS .. of it, so that the lowest
 // lane among equals holds the lowest expert; a choice is an integer key in the order of floats, NaN
@@ -102,14 +104,27 @@ __device__ __forceinline__ void choose(Shared& s, u32 (&key)[SLOTS])
     __syncwarp();
 }
 
+__device__ __forceinline__ bool is_padding(int row, const int* slot, const int* num_nodes, int nodes)
+{
+    if (num_nodes == nullptr) return false;
+    const int request = row / nodes;
+    return row - request * nodes >= num_nodes[request] || slot[request] < 0;
+}
+
 extern "C" __global__ void __launch_bounds__(32)
 route_experts(i64* expert, float* weight, const float* logits, const float* bias, int normalize,
-              float scale)
+              float scale, const int* slot, const int* num_nodes, int nodes)
 {
     __shared__ Shared s;
     start_behind_previous();
     const i64 row = blockIdx.x;
     const int lane = lane_id();
+    if (is_padding(blockIdx.x, slot, num_nodes, nodes)) {
+        if (lane >= TOP_K) return;
+        expert[row * TOP_K + lane] = -1;
+        weight[row * TOP_K + lane] = 0.0f;
+        return;
+    }
     float logit[SLOTS], steer[SLOTS];
     u32 key[SLOTS];
 #pragma unroll

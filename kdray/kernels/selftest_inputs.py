@@ -149,6 +149,7 @@ class Inputs:
             return torch.full((REQUESTS,), value, dtype=dtype, device=self.device)
 
         return RunningRows(
+            slot=torch.arange(REQUESTS, dtype=torch.int32, device=self.device),
             root=self.roots(),
             root_position=full(CACHED, torch.int32),
             page_table=self.page_table,

@@ -3,9 +3,10 @@
 //
 //   tile       [max_tiles] int4: expert, pairs in it (1 .. TILE_ROWS), its first place in `sorted`, 0;
 //              by expert, none for experts without pairs
-//   sorted     [P] int32: pairs by expert, and by number among those of an expert
+//   sorted     [P] int32: pairs by expert, and by number among those of an expert; behind them nothing
+//              that means anything
 //   num_tiles  [1] int32
-//   expert     [P] int64, each 0 .. NUM_EXPERTS - 1
+//   expert     [P] int64, each 0 .. NUM_EXPERTS - 1, or -1: the pair is left out
 //
 // Grid: one block of 1024 threads, whose warps take equal runs of pairs: count, add up, place. Nothing
 // depends on the order in which they do. Dynamic shared memory: 64 * NUM_EXPERTS bytes.

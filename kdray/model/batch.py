@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,12 +17,14 @@ class ForwardBatch:
     position   [T] int64: the token's place in its text (draft nodes: root position + depth)
     slot       [T] int64: the cache slot that takes the row's KV
     attention  who may see whom
+    live       which rows are no padding; None: all
     """
 
     token: Tensor
     position: Tensor
     slot: Tensor
     attention: AttentionBatch | DeviceAttentionBatch
+    live: LiveRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

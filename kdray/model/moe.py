@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import Ops, RoutingRule
+from kdray.kernels.ops import LiveRows, Ops, RoutingRule
 from kdray.model.config import ModelConfig
 
 # A gathered expert's weights are read, written, and read again; where all experts run they are read
@@ -45,10 +45,10 @@ class Router(NamedTuple):
     def of(cls, config: ModelConfig, weight: Tensor, bias: Tensor, ops: Ops) -> Router:
         return cls(ops, weight, bias.float(), routing_rule(config))
 
-    def route(self, x: Tensor) -> Routing:
-        """x [T, E] -> the chosen experts."""
+    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
+        """x [T, E] -> the chosen experts; -1 for rows that are not live."""
         logits = self.ops.linear(x, self.weight, dtype=torch.float32)
-        return Routing(*self.ops.route_experts(logits, self.bias, self.rule))
+        return Routing(*self.ops.route_experts(logits, self.bias, self.rule, live))
 
 
 def routing_rule(config: ModelConfig) -> RoutingRule:
@@ -68,8 +68,8 @@ class DenseMLP(NamedTuple):
     gate_up: Tensor
     down: Tensor
 
-    def partial(self, x: Tensor) -> Tensor:
-        """x [T, E] -> [T, E]: this rank's share of the output."""
+    def partial(self, x: Tensor, live: LiveRows | None = None) -> Tensor:
+        """x [T, E] -> [T, E]: this rank's share of the output, of every row."""
         return self.ops.linear(self.ops.gated_linear(x, self.gate_up), self.down)
 
 
@@ -86,10 +86,11 @@ class MoE(NamedTuple):
     down: Tensor
     shared: DenseMLP
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, live: LiveRows | None = None) -> Tensor:
         """x [T, E] -> [T, E]: this rank's share of the sum over routed and shared experts.
 
-        Sums are fp32, rounded once.
+        Sums are fp32, rounded once. Padding is routed like any row: shapes are fixed here, and
+        fewer rows would save nothing.
         """
         routing = self.router.route(x)
         if x.shape[0] == 1 and x.is_cpu:
@@ -173,9 +174,13 @@ class PackedMoE(NamedTuple):
     experts: PackedExperts
     shared: DenseMLP
 
-    def partial(self, x: Tensor) -> Tensor:
-        """As MoE.partial; a weight is q * scale, where MoE has that rounded to its dtype."""
-        routing = self.router.route(x)
+    def partial(self, x: Tensor, live: LiveRows | None = None) -> Tensor:
+        """As MoE.partial; a weight is q * scale, where MoE has that rounded to its dtype.
+
+        Rows that are not live (None: all are) visit the shared expert alone, and no weights are
+        read for them.
+        """
+        routing = self.router.route(x, live)
         return self.ops.moe_w4a16(x, *routing, self.experts, self.shared.partial(x))
 
 

@@ -154,7 +154,7 @@ class TargetModel:
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             attended = reduce(layer.attention.partial(normed, rows, cache))
             x, normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
-            mixed = reduce(layer.mlp.partial(normed))
+            mixed = reduce(layer.mlp.partial(normed, batch.live))
             x, normed = self.ops.add_rms_norm(x, mixed, self._norm_after(i))
             if i in self.taps:
                 outputs[i] = x

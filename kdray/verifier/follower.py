@@ -94,7 +94,7 @@ class _FollowerRound:
         self._collectives.broadcast(self._packed)
         page_table = self._tables.table.index_select(0, self._tables.own(self._slot))
         trees, position, rows = unpack_round(
-            self._packed, self._nodes, self._words, page_table, self._tables.page_size
+            self._packed, self._slot, self._nodes, self._words, page_table, self._tables.page_size
         )
         verified = self._verifier.verify_on_device(trees, position, rows)
         paths = self._ops.accept_paths(trees, verified.token, self._depth)
@@ -113,9 +113,10 @@ def pack_round(trees: DraftTrees, position: Tensor, rows: RunningRows) -> Tensor
 
 
 def unpack_round(
-    packed: Tensor, nodes: int, words: int, page_table: Tensor, page_size: int
+    packed: Tensor, slot: Tensor, nodes: int, words: int, page_table: Tensor, page_size: int
 ) -> tuple[DraftTrees, Tensor, RunningRows]:
-    """What pack_round packed: trees (without scores), positions [R, N], rows with these pages."""
+    """What pack_round packed: trees (without scores), positions [R, N], rows of these slots with
+    these pages."""
     whole = torch.contiguous_format  # copies: 64-bit numbers want an even place
     parts = packed.split(_widths(nodes, words), dim=1)
     token, parent, depth, position, mask, *numbers = (
@@ -131,6 +132,7 @@ def unpack_round(
         num_nodes=num_nodes[:, 0],
     )
     rows = RunningRows(
+        slot=slot,
         root=token[:, 0],
         root_position=root_position[:, 0],
         page_table=page_table,

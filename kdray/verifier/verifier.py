@@ -14,7 +14,7 @@ from kdray.core.plan import (
     StepPlan,
     Verified,
 )
-from kdray.kernels.ops import DeviceAttentionBatch, Ops
+from kdray.kernels.ops import DeviceAttentionBatch, LiveRows, Ops
 from kdray.kernels.round_ops import DrawRows, RoundOps
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
@@ -126,6 +126,7 @@ def rows_on_device(trees: DraftTrees, position: Tensor, rows: RunningRows) -> Fo
             page_size=rows.page_size,
             mask=trees.mask,
         ),
+        live=LiveRows(slot=rows.slot, num_nodes=trees.num_nodes, nodes=nodes),
     )
 
 

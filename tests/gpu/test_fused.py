@@ -86,6 +86,11 @@ def test_route_experts(fused: CudaFused, name: str, rows: int, kind: str) -> Non
     cases.check_routing(fused, rows, name, kind)
 
 
+@pytest.mark.parametrize("name", cases.RULES)
+def test_padding_goes_to_no_expert(fused: CudaFused, name: str) -> None:
+    cases.check_routing_of_padding(fused, name)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_per_head(fused: CudaFused, rows: int, dtype: torch.dtype) -> None:

@@ -60,6 +60,11 @@ def test_any_sizes(moe: CudaMoe, sizes: Sizes) -> None:
         cases.check(moe, drawn(sizes, rows))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 68, 136])
+def test_padding_costs_no_weights(moe: CudaMoe, rows: int) -> None:
+    cases.check_padding(moe, drawn(KIMI, rows, "padding"))
+
+
 def test_a_row_has_the_same_bits_in_any_batch(moe: CudaMoe) -> None:
     case = drawn(KIMI, 640)
     assert {column_tiles(8 * rows, 384) for rows in (64, 300, 640)} == {1, 2, 4}

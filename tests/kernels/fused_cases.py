@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kdray.kernels import cuda_fused, latent_rows, reference_fused
 from kdray.kernels.cuda_fused import CudaFused
-from kdray.kernels.ops import RoutingRule
+from kdray.kernels.ops import LiveRows, RoutingRule
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Two roundings to bfloat16; in float32 a sum, an exponential and a root beside the roundings.
@@ -238,6 +238,27 @@ def check_routing(fused: CudaFused, rows: int, name: str, kind: str) -> None:
     gap = choice.gather(1, expert) - choice.gather(1, wanted)
     assert gap[other].abs().le(1e-6).all() and other.double().mean() <= 1e-3
     torch.testing.assert_close(weight, wanted_weight, rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+def check_routing_of_padding(fused: CudaFused, name: str) -> None:
+    """Requests of some nodes each, one of them padding; live rows are routed as ever."""
+    experts, rule = RULES[name]
+    nodes = 5
+    live = LiveRows(
+        slot=torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=fused.device),
+        num_nodes=torch.tensor([3, 5, 5, 1], dtype=torch.int32, device=fused.device),
+        nodes=nodes,
+    )
+    logits, bias = (t.to(fused.device) for t in routing_inputs(4 * nodes, experts, "normal"))
+    found = fused.route_experts(logits, bias, rule, live)
+    for expert, weight in (found, reference_fused.route_experts(logits, bias, rule, live)):
+        there = (expert >= 0).all(1).view(4, nodes)
+        assert there.sum(1).tolist() == [3, 0, 5, 1] and there[0, :3].all() and there[3, 0]
+        assert (expert[~there.view(-1)] == -1).all()
+        assert (weight[~there.view(-1)] == 0).all()
+        rows, whole = there.view(-1), fused.route_experts(logits, bias, rule)
+        assert torch.equal(expert[rows], whole[0][rows])
+        torch.testing.assert_close(weight[rows], whole[1][rows], rtol=2e-6, atol=1e-7)
 
 
 def check_per_head(fused: CudaFused, rows: int, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ def draw_case(seed: int, device: torch.device) -> tuple[Candidates, RunningRows,
     pages = torch.randperm(REQUESTS * PAGES, generator=rng).int().view(REQUESTS, PAGES)
     heat = torch.tensor([0.0, 0.7, 1.3, 0.0, 1.0])
     rows = RunningRows(
+        slot=torch.arange(REQUESTS, dtype=torch.int32, device=device),
         root=ints(VOCAB, REQUESTS),
         root_position=ints(6, REQUESTS),
         page_table=pages.to(device),

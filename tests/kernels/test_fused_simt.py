@@ -65,6 +65,11 @@ def test_route_experts(fused: CudaFused, name: str, kind: str) -> None:
         cases.check_routing(fused, rows, name, kind)
 
 
+@pytest.mark.parametrize("name", cases.RULES)
+def test_padding_goes_to_no_expert(fused: CudaFused, name: str) -> None:
+    cases.check_routing_of_padding(fused, name)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_per_head(fused: CudaFused, dtype: torch.dtype) -> None:
     cases.check_per_head(fused, 5, dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdray.kernels.ops import load_ops
+from kdray.kernels.ops import LiveRows, load_ops
 from kdray.kernels.reference_moe import weights_of
 from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
@@ -72,6 +72,23 @@ def test_it_gives_what_dequantised_experts_give(
     x = torch.randn(20, wide.down.shape[2])
     found, wanted = layer_of(folder, Shard()).partial(x), wide.partial(x)
     assert ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 0.005
+
+
+@pytest.mark.usefixtures("packed")
+def test_padding_visits_the_shared_expert_alone(folder: Path) -> None:
+    torch.manual_seed(3)
+    layer = layer_of(folder, Shard())
+    assert isinstance(layer, PackedMoE)
+    x = torch.randn(12, layer.experts.width)
+    live = LiveRows(
+        slot=torch.tensor([1, -1, 0], dtype=torch.int32),
+        num_nodes=torch.tensor([2, 4, 4], dtype=torch.int32),
+        nodes=4,
+    )
+    found, whole, shared = layer.partial(x, live), layer.partial(x), layer.shared.partial(x)
+    rows = torch.tensor([0, 1, 8, 9, 10, 11])
+    torch.testing.assert_close(found[rows], whole[rows])
+    assert torch.equal(found[2:8], shared[2:8])
 
 
 def test_a_cpu_holds_dequantised_experts(folder: Path) -> None:

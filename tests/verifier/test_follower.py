@@ -111,6 +111,7 @@ def test_a_round_survives_its_broadcast(requests: int) -> None:
         num_nodes=ints(requests),
     )
     rows = RunningRows(
+        slot=ints(requests),
         root=trees.token[:, 0],
         root_position=ints(requests),
         page_table=ints(requests, 3),
@@ -123,7 +124,7 @@ def test_a_round_survives_its_broadcast(requests: int) -> None:
     )
     position = ints(requests, nodes)
     packed = pack_round(trees, position, rows)
-    back, places, same = unpack_round(packed, nodes, words, rows.page_table, 16)
+    back, places, same = unpack_round(packed, rows.slot, nodes, words, rows.page_table, 16)
     for name in ("token", "parent", "depth", "mask", "num_nodes"):
         assert torch.equal(getattr(back, name), getattr(trees, name)), name
     assert torch.equal(places, position)
