@@ -158,6 +158,7 @@ def test_broken_logits_end_their_request_alone(tmp_path: Path) -> None:
     expected = run(config, PROMPTS[:1], sampling)[0][0]
     gang = Gang.start(replace(config, tp=2))
     ray.get(gang.driver.__ray_call__.remote(break_token))
+    rendezvous = rendezvous_of(gang)
     try:
         messages = gang.driver.outputs.options(num_returns="streaming").remote()
         ray.get(gang.driver.submit.remote("bad", (5, poison, 6), sampling))
@@ -175,14 +176,25 @@ def test_broken_logits_end_their_request_alone(tmp_path: Path) -> None:
     assert ended["good"] == ("length", None)
     assert ended["bad"][0] == "error" and "request bad: no finite logit" in str(ended["bad"][1])
     wait_until_gone(gang.pids.values())
+    assert not rendezvous.exists()
+
+
+def rendezvous_of(gang: Gang) -> Path:
+    """The folder where its ranks have met."""
+    assert gang._rendezvous is not None
+    folder = Path(gang._rendezvous.folder)
+    assert folder.is_dir()
+    return folder
 
 
 @pytest.fixture
 def pair(folder: Path) -> Iterator[Gang]:
     gang = Gang.start(model_config(folder, page_size=4, tp=2, step_timeout_s=20.0))
     yield gang
+    rendezvous = rendezvous_of(gang)
     gang.kill()
     wait_until_gone(gang.pids.values())
+    assert not rendezvous.exists()
 
 
 def test_a_killed_rank_ends_the_stream_with_an_error(pair: Gang) -> None:
@@ -197,9 +209,3 @@ def test_a_killed_rank_ends_the_stream_with_an_error(pair: Gang) -> None:
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(pair.driver.submit.remote("b", (5,), endless))
     assert isinstance(caught.value.cause, RankFailed)
-
-
-def test_nothing_of_the_rendezvous_is_left(folder: Path) -> None:
-    before = set(Path("/tmp").glob("kdray-*"))
-    Gang.start(model_config(folder, page_size=4, tp=2)).kill()
-    assert set(Path("/tmp").glob("kdray-*")) == before

@@ -17,7 +17,7 @@ from kdray.config import EngineConfig, FaultPolicy
 from kdray.core.request import SamplingParams
 from kdray.errors import CheckpointError, EngineClosed, PlacementError
 from kdray.serve.replay import ReplayingClient
-from tests.actors.test_gang import wait_until_gone
+from tests.actors.test_gang import alive, wait_until_gone
 from tests.harness import model_config, run
 from tests.model import tiny
 
@@ -53,12 +53,15 @@ def config_of(folder: Path, **policy: object) -> EngineConfig:
     return model_config(folder, page_size=4, max_requests=2, tp=2, faults=faults)
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def engine(folder: Path) -> Iterator[SupervisedEngine]:
-    """Two ranks, two requests at a time: the third one waits when a fault comes."""
-    engine = SupervisedEngine.start(config_of(folder))
-    pids = ray.get(engine.supervisor.pids.remote())
+    """Two ranks, two requests at a time: the third one waits when a fault comes.
+
+    One engine for many faults, each of which leaves it up again; none counts for the next.
+    """
+    engine = SupervisedEngine.start(config_of(folder, window_s=1.0))
     yield engine
+    pids = ray.get(engine.supervisor.pids.remote())
     engine.stop()
     wait_until_gone(pids.values())
 
@@ -91,64 +94,68 @@ def hang(rank: int) -> Fault:
 FAULTS = {"rank": kill(1), "driver": kill(0), "hung rank": hang(1), "hung driver": hang(0)}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_request_ends_as_if_nothing_had_happened(
-    engine: SupervisedEngine, undisturbed: list[list[int]], fault: str
-) -> None:
-    async def work() -> None:
-        client = await ReplayingClient.connect(engine.supervisor)
-        pids = await engine.supervisor.pids.remote()
-        done = asyncio.Event()
+class TestOneEngine:
+    """Through one fault after another."""
 
-        def on_step(count: int) -> None:
-            if count >= 20 and not done.is_set():
-                done.set()
-                FAULTS[fault](pids)
-
-        for n, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-            await client.submit(f"r{n}", prompt, sampling)
-        texts = await asyncio.gather(*(read(client, f"r{n}", on_step) for n in range(3)))
-        assert texts == undisturbed
-        assert client.healthy() is None
-        totals = client.events.totals()
-        assert (totals["restarts_total"], totals["replayed_requests_total"]) == (1, 3)
-        assert totals["watchdog_expirations_total"] == fault.startswith("hung")
-        later = await engine.supervisor.pids.remote()
-        assert set(later.values()).isdisjoint(pids.values())
-        await client.close()
-
-    scenario(work)
-
-
-def test_an_idle_engine_comes_back_and_takes_requests_meanwhile(
-    engine: SupervisedEngine, undisturbed: list[list[int]]
-) -> None:
-    async def work() -> None:
-        client = await ReplayingClient.connect(engine.supervisor)
-        for rank in (1, 0):
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_every_request_ends_as_if_nothing_had_happened(
+        self, engine: SupervisedEngine, undisturbed: list[list[int]], fault: str
+    ) -> None:
+        async def work() -> None:
+            client = await ReplayingClient.connect(engine.supervisor)
             pids = await engine.supervisor.pids.remote()
-            os.kill(pids[rank], signal.SIGKILL)
-            await client.submit(f"after {rank}", PROMPTS[0], SAMPLINGS[0])
-            assert await read(client, f"after {rank}", lambda count: None) == undisturbed[0]
-        assert client.events.totals()["restarts_total"] == 2
-        await client.close()
+            done = asyncio.Event()
 
-    scenario(work)
+            def on_step(count: int) -> None:
+                if count >= 20 and not done.is_set():
+                    done.set()
+                    FAULTS[fault](pids)
 
+            for n, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+                await client.submit(f"r{n}", prompt, sampling)
+            texts = await asyncio.gather(*(read(client, f"r{n}", on_step) for n in range(3)))
+            assert texts == undisturbed
+            assert client.healthy() is None
+            totals = client.events.totals()
+            assert (totals["restarts_total"], totals["replayed_requests_total"]) == (1, 3)
+            assert totals["watchdog_expirations_total"] == fault.startswith("hung")
+            later = await engine.supervisor.pids.remote()
+            assert set(later.values()).isdisjoint(pids.values())
+            assert not any(map(alive, pids.values()))
+            await client.close()
 
-def test_a_request_without_a_seed_keeps_the_one_it_was_given(engine: SupervisedEngine) -> None:
-    async def work() -> None:
-        client = await ReplayingClient.connect(engine.supervisor)
-        pids = await engine.supervisor.pids.remote()
-        drawn = replace(LONG, temperature=1.0)
-        await client.submit("a", PROMPTS[0], drawn)
-        seed = client._open["a"].sampling.seed
-        tokens = await read(client, "a", lambda n: kill(1)(pids) if n == 20 else None)
-        await client.submit("b", PROMPTS[0], replace(drawn, seed=seed))
-        assert await read(client, "b", lambda count: None) == tokens
-        await client.close()
+        scenario(work)
 
-    scenario(work)
+    def test_an_idle_engine_comes_back_and_takes_requests_meanwhile(
+        self, engine: SupervisedEngine, undisturbed: list[list[int]]
+    ) -> None:
+        async def work() -> None:
+            client = await ReplayingClient.connect(engine.supervisor)
+            for rank in (1, 0):
+                pids = await engine.supervisor.pids.remote()
+                os.kill(pids[rank], signal.SIGKILL)
+                await client.submit(f"after {rank}", PROMPTS[0], SAMPLINGS[0])
+                assert await read(client, f"after {rank}", lambda count: None) == undisturbed[0]
+            assert client.events.totals()["restarts_total"] == 2
+            await client.close()
+
+        scenario(work)
+
+    def test_a_request_without_a_seed_keeps_the_one_it_was_given(
+        self, engine: SupervisedEngine
+    ) -> None:
+        async def work() -> None:
+            client = await ReplayingClient.connect(engine.supervisor)
+            pids = await engine.supervisor.pids.remote()
+            drawn = replace(LONG, temperature=1.0)
+            await client.submit("a", PROMPTS[0], drawn)
+            seed = client._open["a"].sampling.seed
+            tokens = await read(client, "a", lambda n: kill(1)(pids) if n == 20 else None)
+            await client.submit("b", PROMPTS[0], replace(drawn, seed=seed))
+            assert await read(client, "b", lambda count: None) == tokens
+            await client.close()
+
+        scenario(work)
 
 
 def test_when_restarts_are_spent_all_hear_the_cause(folder: Path) -> None:
