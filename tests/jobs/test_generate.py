@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_batch_from_and_to_files_equals_two_ranks(
     assert "plain decoding" in done.stdout and "2 of 2 lines are done" in done.stderr
     again = generate("--input", str(prompts), "--output", str(results))
     assert again.returncode == 1 and "--overwrite" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+@pytest.fixture
+def sigterm_kept() -> Iterator[None]:
+    """The job's own main handles SIGTERM, in whichever process it runs."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
@@ -97,34 +107,37 @@ def test_a_batch_from_and_to_files_equals_two_ranks(
         (("--temperature", "-1"), "temperature must be between"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(options: tuple[str, ...], message: str) -> None:
-    done = generate(*options)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+def test_what_is_wrong_is_said_in_one_line(
+    options: tuple[str, ...],
+    message: str,
+    sigterm_kept: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert generate_job.main(["--device", "cpu", "--threads", "1", *options]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
-    assert "Traceback" not in done.stderr
 
 
 def test_a_batch_that_was_killed_in_the_middle_of_a_line_goes_on(tmp_path: Path) -> None:
     """kill -9 behind a few lines, the last of them cut: the whole equals an undisturbed run's."""
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"prompt": f"How much is {n} + 30?"} for n in range(24)]
+    lines = [{"prompt": f"How much is {n} + 30?"} for n in range(12)]
     prompts.write_text("\n".join(map(json.dumps, lines)) + "\n")
     files = ("--input", str(prompts), "--output", str(results), "--max-requests", "2")
     command = [sys.executable, "jobs/generate.py", "--device", "cpu", "--threads", "1", *files]
     partial = tmp_path / "out.jsonl.partial"
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
-        wait_until(lambda: partial.exists() and len(partial.read_bytes().split(b"\n")) > 6, 200)
+        wait_until(lambda: partial.exists() and len(partial.read_bytes().split(b"\n")) > 4, 200)
         process.kill()
         process.wait()
     partial.write_bytes(partial.read_bytes()[:-9])
     done = generate(*files)
     assert done.returncode == 0, done.stderr
-    assert " of 24 lines were done before" in done.stderr
+    assert " of 12 lines were done before" in done.stderr
     written = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["prompt"] for line in written] == [line["prompt"] for line in lines]
-    assert [str(n + 30) in line["text"] for n, line in enumerate(written)].count(True) >= 20
+    assert [str(n + 30) in line["text"] for n, line in enumerate(written)].count(True) >= 10
     assert not partial.exists()
 
 
@@ -140,15 +153,11 @@ def test_a_ctrl_c_at_the_start_ends_without_a_traceback(job: str) -> None:
 
 
 def test_an_interrupt_is_said_in_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sigterm_kept: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate_job, "generate", interrupted)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert generate_job.main(["--prompt", "hi"]) == 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert generate_job.main(["--prompt", "hi"]) == 130
     assert capsys.readouterr().err == "stopped\n"

@@ -90,16 +90,24 @@ def test_the_bound_application_is_the_demo_on_a_cpu() -> None:
 
 
 def test_it_serves_drains_and_leaves_nothing(ray_cluster: None) -> None:
-    port = free_port()
+    port, direct_port = free_port(), free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        app = applications.build({"device": "cpu", "threads": 1, "max_requests": 2})
+        args = {"device": "cpu", "threads": 1, "max_requests": 2, "direct_port": direct_port}
+        app = applications.build(args)
         serve.run(app, name="kdray-hosted", route_prefix="/")
         body = {"messages": [{"role": "user", "content": "How much is 12 + 30?"}], "temperature": 0}
         url = f"http://127.0.0.1:{port}"
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
         assert "42" in answer["choices"][0]["message"]["content"]
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+        story = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        direct = f"http://127.0.0.1:{direct_port}/v1/completions"
+        with httpx.stream("POST", direct, json=story, timeout=120) as told:
+            lines = told.iter_lines()
+            assert next(lines).startswith("data: {")
+            serve.delete("kdray-hosted")  # waits for what Ray Serve has not seen come in, too
+            assert "data: [DONE]" in list(lines)
     finally:
         serve.delete("kdray-hosted")
         serve.shutdown()
