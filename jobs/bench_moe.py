@@ -6,6 +6,7 @@
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
 overlap_us     the same, launched to start while the kernel before it ends, and not as a cooperative
                launch
+NAME_us        that, with another design of the kernel (--variants)
 sort_us        sorting alone; up to 4 rows the product's warps do it
 distinct       experts that a step's rows chose, of `experts`
 gbps           their packed bytes over us
@@ -13,7 +14,7 @@ copy_fraction  of the speed of a large copy in this run, read and written bytes 
 torch_us       the same experts dequantised to bf16, by torch: gathered, all through bmm, or grouped
 
 Rows choose at random. A graph holds steps that choose differently, more than fits L2 together.
-Results are compared with torch's first.
+Results are compared with torch's first, and designs with one another.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from record import Record
 from torch import Tensor
 
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_moe import BUFFERS, Buffers, CudaMoe, column_tiles
+from kdray.kernels.cuda_moe import CudaMoe, Design, column_tiles
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, Int4, PackedExperts
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference_moe import weights_of
@@ -40,6 +41,14 @@ from kdray.model.moe import DenseMLP, MoE, Router
 
 TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 512, 2048]
 STEPS_OF_ONE_ROW = 24  # that choose differently; 25 MB each
+VARIANTS = {
+    "uneven": Design(catch_up=False),
+    "lanes": Design(by_lanes=True),
+    "deep": Design(slots=4, parts=1),
+    "deep_lanes": Design(slots=4, parts=1, by_lanes=True),
+    "long": Design(slot_steps=4, slots=2, parts=1),
+    "long_lanes": Design(slot_steps=4, slots=2, parts=1, by_lanes=True),
+}
 MOST_DIFFERENCE = 0.02  # of norms: torch rounds a weight to bf16
 
 
@@ -83,12 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--inner", type=int, default=256, help="a rank's part")
     parser.add_argument(
-        "--buffers",
-        type=int,
-        nargs=3,
-        default=[BUFFERS.slot_steps, BUFFERS.slots, BUFFERS.parts],
-        metavar=("STEPS", "SLOTS", "PARTS"),
-        help="a block's shared memory, as cuda_moe.Buffers; 4 2 1 fits too",
+        "--variants",
+        nargs="*",
+        choices=VARIANTS,
+        default=None,
+        help="designs to time beside the one in use; without names, all",
     )
     parser.add_argument("--no-torch", action="store_true", help="without the rival")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
@@ -98,11 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record("moe_w4a16", vars(arguments) | {"out": None}, arguments.out)
     layer = drawn_layer(arguments)
     ops = CudaOps(torch.device("cuda"))
-    buffers = Buffers(*arguments.buffers)
-    ways = {
-        name: CudaMoe(ops.loader, overlap=overlap, buffers=buffers)
-        for name, overlap in (("us", False), ("overlap_us", True))
-    }
+    ways = {"us": CudaMoe(ops.loader, overlap=False), "overlap_us": CudaMoe(ops.loader)}
+    for name in VARIANTS if arguments.variants == [] else arguments.variants or []:
+        ways[f"{name}_us"] = CudaMoe(ops.loader, design=VARIANTS[name])
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:
         bench(record, layer, ways, tokens, arguments, speed)
@@ -122,6 +128,7 @@ def bench(
     steps = [drawn_step(tokens, layer.packed, arguments.top_k) for _ in range(count)]
     if layer.dequantised is not None:
         compare(ways["us"], layer, steps[0])
+    agree(ways, layer, steps[0])
     nodes = max(count, 8)
     samples = {
         name: graph_us([ours(moe, layer, step) for step in steps], at_least=nodes)
@@ -153,6 +160,13 @@ def compare(moe: CudaMoe, layer: Layer, step: Step) -> None:
     error = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
     if not error < MOST_DIFFERENCE:
         raise SystemExit(f"{len(step.x)} rows differ from torch: {error:.3g} of a row's norm")
+
+
+def agree(ways: dict[str, CudaMoe], layer: Layer, step: Step) -> None:
+    wanted = ours(ways["us"], layer, step)()
+    for name, moe in ways.items():
+        if not torch.equal(ours(moe, layer, step)(), wanted):
+            raise SystemExit(f"{name} gives other bits than us, for {len(step.x)} rows")
 
 
 def drawn_step(tokens: int, experts: PackedExperts, top_k: int) -> Step:

@@ -31,20 +31,35 @@ PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """A block's shared memory: each warp's slots of so many steps, and buffers to add up in."""
+class Design:
+    """How a block works, which never changes a result.
 
-    slot_steps: int
-    slots: int
-    parts: int
+    slot_steps, slots   of a warp's ring of weights
+    parts               buffers to add up in
+    list_bytes          for the order of the pairs, which else stays in global memory
+    by_lanes            weights are copied by the lanes, not by the copy engine
+    catch_up            blocks with less of the first half begin the second before the others
+    """
+
+    slot_steps: int = 2
+    slots: int = 3
+    parts: int = 2
+    list_bytes: int = 10_240
+    by_lanes: bool = False
+    catch_up: bool = True
 
     @property
     def shared_bytes(self) -> int:
         slot = self.slot_steps * STEP_BYTES + 8  # its barrier
-        return WARPS * (self.slots * slot + self.parts * 8 * 32 * 4)
+        return (
+            WARPS * (self.slots * slot + self.parts * 8 * 32 * 4)
+            + self.list_bytes
+            + self.parts * 16  # two barriers each
+            + 16  # a constant
+        )
 
 
-BUFFERS = Buffers(slot_steps=2, slots=3, parts=2)
+DESIGN = Design()
 
 
 class SortedPairs(NamedTuple):
@@ -62,15 +77,15 @@ class CudaMoe:
     """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
 
     def __init__(
-        self, loader: KernelLoader, *, overlap: bool = True, buffers: Buffers = BUFFERS
+        self, loader: KernelLoader, *, overlap: bool = True, design: Design = DESIGN
     ) -> None:
         """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
-        starts when they all have. Otherwise, for measuring, as other buffers are, the launch is
+        starts when they all have. Otherwise, for measuring, as other designs are, the launch is
         cooperative.
         """
         self._loader = loader
-        self._buffers = buffers
+        self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = _processors(loader.device)
         self._ready = torch.zeros(MAX_TILES, dtype=torch.int32, device=loader.device)
@@ -117,22 +132,22 @@ class CudaMoe:
         partial = x.new_empty(rows * top_k, width)
         tiles = column_tiles(rows * top_k, experts.num_experts)
         order = self._order(expert, experts.num_experts, tiles)
-        defines = moe_defines(width, experts.inner, top_k, tiles, self._buffers)
+        defines = moe_defines(width, experts.inner, top_k, tiles, self._design)
         multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
         weights = (experts.gate_up, experts.down)
+        most_tiles = rows * top_k if order[0] is None else len(order[0])
         multiply.launch(
             self._processors,
             THREADS,
-            (inner, partial, self._ready, x, *weights, expert, *order, rows * top_k),
-            shared_bytes=self._buffers.shared_bytes,
+            (inner, partial, self._ready, x, *weights, expert, *order, most_tiles, rows * top_k),
+            shared_bytes=self._design.shared_bytes,
             **self._launch,
         )
-        arrivals = rows * top_k if order[0] is None else len(order[0])
         add = self._loader.get("moe_w4a16", "moe_sum", defines)
         add.launch(
             (rows, -(-width // (SUM_THREADS * SUM_COLUMNS))),
             SUM_THREADS,
-            (out, self._ready, partial, weight, shared, arrivals),
+            (out, self._ready, partial, weight, shared, most_tiles),
             overlap=True,
         )
         return out
@@ -165,17 +180,20 @@ def sort_bytes(num_experts: int) -> int:
 
 @cache
 def moe_defines(
-    width: int, inner: int, top_k: int, column_tiles: int, buffers: Buffers = BUFFERS
+    width: int, inner: int, top_k: int, column_tiles: int, design: Design = DESIGN
 ) -> dict[str, str | int]:
     return {
         "WIDTH": width,
         "INNER": inner,
         "TOP_K": top_k,
         "COLUMN_TILES": column_tiles,
-        "SLOT_STEPS": buffers.slot_steps,
-        "SLOTS": buffers.slots,
-        "PARTS": buffers.parts,
-        "SHARED_BYTES": buffers.shared_bytes,
+        "SLOT_STEPS": design.slot_steps,
+        "SLOTS": design.slots,
+        "PARTS": design.parts,
+        "LIST_BYTES": design.list_bytes,
+        "BY_LANES": int(design.by_lanes),
+        "CATCH_UP": int(design.catch_up),
+        "SHARED_BYTES": design.shared_bytes,
     }
 
 

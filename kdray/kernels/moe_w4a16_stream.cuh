@@ -1,9 +1,9 @@
 // A warp's weights on their way through its own ring in shared memory, and their product.
 //
-// A step is 32 outputs by 32 inputs of one expert, 576 bytes (moe_layout.py); the copy engine brings
-// SLOT_STEPS at a time. Lane 4 g + t multiplies them with inputs 8 t .. 8 t + 7 of rows g of each column
-// tile, which are 16 bytes in a row of activations: they come straight to registers. So no thread
-// waits for another's, and nothing but the ring goes through shared memory.
+// A step is 32 outputs by 32 inputs of one expert, 576 bytes (moe_layout.py); SLOT_STEPS come at a
+// time, by the copy engine or by the lanes. Lane 4 g + t multiplies them with inputs 8 t .. 8 t + 7 of
+// rows g of each column tile, which are 16 bytes in a row of activations: they come straight to
+// registers. So no thread waits for another's, and nothing but the ring goes through shared memory.
 //
 // An H200 reads a step in 34 cycles a multiprocessor, in which its warps issue 136 instructions: what
 // is done for every step counts, and every address here is a register and a constant.
@@ -16,6 +16,9 @@ constexpr int STEP = 32;
 constexpr int STEP_BYTES = 576;
 constexpr int SCALES_AT = 512;
 constexpr int SLOT_BYTES = SLOT_STEPS * STEP_BYTES;
+// Steps of activations that are on their way; wide tiles have registers for no more than one.
+constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : 2;
+static_assert(SLOT_STEPS % AHEAD == 0, "a step's registers are the same in every slot");
 
 #ifdef __CUDACC__
 
@@ -42,8 +45,47 @@ __device__ __forceinline__ uint2 load_two(SharedAddress from)
     return v;
 }
 
+// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
+__device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+}
+// What this thread has started since its last group becomes a group.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all of this thread's groups but the last few have landed.
+template <int LAST>
+__device__ __forceinline__ void wait_for_groups()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+__device__ __forceinline__ u32 load_word(SharedAddress from)
+{
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ u32 load_half(SharedAddress from)
+{
+    u16 x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    return x;
+}
+
 #else
 
+inline void copy_line_async(SharedAddress to, const void* from)
+{
+    simt::copy_later(simt::shared_pointer(to, 16), from, 16);
+}
+inline void end_group() { simt::copy_commit(); }
+template <int LAST>
+inline void wait_for_groups()
+{
+    simt::copy_wait_groups(LAST);
+}
+inline u32 load_word(SharedAddress from) { return *(const u32*)simt::shared_pointer(from, 4); }
+inline u32 load_half(SharedAddress from) { return *(const u16*)simt::shared_pointer(from, 2); }
 inline u32 nibble_pair(u32 word) { return (word & 0x000f000fu) | 0x43004300u; }
 inline uint4 load_four(SharedAddress from) { return *(const uint4*)simt::shared_pointer(from, 16); }
 inline uint2 load_two(SharedAddress from) { return *(const uint2*)simt::shared_pointer(from, 8); }
@@ -67,15 +109,21 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, u
     multiply_add(c, a.a[0], a.a[1], a.a[2], a.a[3], b0, b1);
 }
 
+constexpr u32 MINUS_136 = 0xc308c308u;  // bf16, twice
+
+// What a lane multiplies of a step: weights, and its outputs' scales.
+struct Weights {
+    uint4 q;
+    uint2 scale;
+};
+
 // sum += a step's 32 outputs for the inputs in b. A weight is q = (n + 128) - 136: the products with
 // -136, one for all outputs, go first. A group's scale goes on its 32 products' sum.
-__device__ __forceinline__ void multiply_step(Sums& sum, SharedAddress words, SharedAddress scales,
+__device__ __forceinline__ void multiply_step(Sums& sum, const Fragment& zero, const Weights& w,
                                               const uint4 (&b)[COLUMN_TILES])
 {
-    const uint4 q = load_four(words);
-    const uint2 s = load_two(scales);
-    const Fragment zero{{0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u}};
-    const Fragment weights[2][2] = {{unpacked(q.x), unpacked(q.y)}, {unpacked(q.z), unpacked(q.w)}};
+    const Fragment weights[2][2] = {{unpacked(w.q.x), unpacked(w.q.y)},
+                                    {unpacked(w.q.z), unpacked(w.q.w)}};
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
         float base[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -86,7 +134,7 @@ __device__ __forceinline__ void multiply_step(Sums& sum, SharedAddress words, Sh
             float c[4] = {base[0], base[1], base[2], base[3]};
             multiply_add(c, weights[m][0], b[j].x, b[j].y);
             multiply_add(c, weights[m][1], b[j].z, b[j].w);
-            const u32 scale = m ? s.y : s.x;
+            const u32 scale = m ? w.scale.y : w.scale.x;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 sum[j][m][i] += c[i] * (i < 2 ? bf16_low(scale) : bf16_high(scale));
@@ -94,103 +142,78 @@ __device__ __forceinline__ void multiply_step(Sums& sum, SharedAddress words, Sh
     }
 }
 
-// One warp's slots, filled and read in turn.
-struct Ring {
-    SharedAddress slots, landed;  // landed: a barrier a slot
-    int in, out, parity, room;
+// What a lane has, in a way that keeps the compiler from finding it anew each time, which is right
+// where registers are scarce.
+__device__ __forceinline__ u32 own_in_lane(u32 x)
+{
+    return COLUMN_TILES > 2 ? x : __shfl_sync(ALL_LANES, x, lane_id());
+}
 
-    // Functions of a whole warp. A barrier completes its phase when a slot's bytes have come.
+// One warp's slots, filled and read in turn: what comes next comes to where the oldest was. All are
+// functions of a whole warp. BY_LANES: lanes copy, 16 bytes each, and wait for what they copied;
+// otherwise a barrier a slot completes a phase when the copy engine has brought its bytes.
+struct Ring {
+    SharedAddress words, scales;  // the lane's of the first slot's first step
+    SharedAddress landed;         // the first slot's barrier
+    u32 lane;
+    int oldest, parity;
+
     __device__ void open(unsigned char* memory, u64* barriers)
     {
-        // By way of a shuffle, or the compiler finds the addresses anew each time.
-        slots = same_in_warp(shared_address(memory));
+        const SharedAddress slots = shared_address(memory);
+        words = own_in_lane(slots + 16 * lane_id());
+        scales = own_in_lane(slots + SCALES_AT + 8 * (lane_id() / 4));
         landed = same_in_warp(shared_address(barriers));
-        if (lane_id() == 0) {
+        lane = own_in_lane(lane_id());
+        if (!BY_LANES && lane_id() == 0) {
             for (int i = 0; i < SLOTS; ++i) barrier_init(landed + 8 * i, 1);
             order_before_copies();
         }
-        in = out = parity = 0;
-        room = SLOTS;
+        oldest = 0;
+        parity = 1;  // until each has been filled once
         __syncwarp();
     }
-    __device__ void bring(const unsigned char* from, int bytes)
+    // What a lane that copies adds to where a step lies.
+    __device__ static int place() { return BY_LANES ? 16 * lane_id() : 0; }
+
+    // A slot's steps, 0 when there are no more, from their place on. All lanes have read what was
+    // there, and met since.
+    __device__ void bring(const unsigned char* from, int steps)
     {
-        if (lane_id() == 0) {
-            barrier_arrive_expecting(landed + 8 * in, bytes);
-            copy_run_async(slots + in * SLOT_BYTES, from, bytes, landed + 8 * in);
+        const SharedAddress to = words + oldest * SLOT_BYTES;
+        if (BY_LANES) {
+#pragma unroll
+            for (int i = 0; i < SLOT_STEPS; ++i)
+                if (i < steps) {
+                    copy_line_async(to + i * STEP_BYTES, from + i * STEP_BYTES);
+                    if (lane < (STEP_BYTES - SCALES_AT) / 16)
+                        copy_line_async(to + i * STEP_BYTES + SCALES_AT,
+                                        from + i * STEP_BYTES + SCALES_AT);
+                }
+            end_group();
+        } else if (steps > 0 && lane == 0) {
+            barrier_arrive_expecting(landed + 8 * oldest, steps * STEP_BYTES);
+            copy_run_async(to, from, steps * STEP_BYTES, landed + 8 * oldest);
         }
-        in = in + 1 == SLOTS ? 0 : in + 1;
-        --room;
-    }
-    // The oldest slot brought, when it is there.
-    __device__ SharedAddress oldest() const
-    {
-        barrier_wait(landed + 8 * out, parity);
-        return slots + out * SLOT_BYTES;
-    }
-    __device__ void drop_oldest()
-    {
-        if (++out == SLOTS) {
-            out = 0;
+        if (++oldest == SLOTS) {
+            oldest = 0;
             parity ^= 1;
         }
-        ++room;
-        __syncwarp();  // all lanes have read it: it may be filled anew
     }
-};
-
-// Steps of activations that are on their way; wide tiles have registers for no more than one.
-constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : 2;
-static_assert(SLOT_STEPS % AHEAD == 0, "a step's registers are the same in every slot");
-
-// A product under way: sums, and the activations of its next steps. The order of additions is that of
-// the inputs, whatever else is in the tile.
-struct Product {
-    Sums sum;
-    uint4 b[AHEAD][COLUMN_TILES];
-    const u16* rows;
-    int next[COLUMN_TILES];  // where in rows they are, AHEAD steps on
-    int left;
-
-    // begin[j]: where in rows the lane's eight numbers of column 8 j + g begin.
-    __device__ void start(const u16* from, const int (&begin)[COLUMN_TILES], int steps)
+    // Until the oldest has landed.
+    __device__ void wait() const
     {
-        rows = from;
-        left = steps;
-#pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum[j][i / 4][i % 4] = 0.0f;
-            next[j] = begin[j];
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i)
-                if (i < steps) b[i][j] = at(j, i);
-            next[j] += AHEAD * STEP;
+        if (BY_LANES) {
+            wait_for_groups<SLOTS - 1>();
+            __syncwarp();
+        } else {
+            barrier_wait(landed + 8 * oldest, parity);
         }
     }
-
-    // The next slot's steps.
-    __device__ void go_on(SharedAddress slot)
+    // A step of the slot.
+    __device__ Weights step(int slot, int i) const
     {
-        const SharedAddress words = slot + 16 * lane_id();
-        const SharedAddress scales = slot + SCALES_AT + 8 * (lane_id() / 4);
-#pragma unroll AHEAD
-        for (int i = 0; i < SLOT_STEPS; ++i)
-            if (i < left) {
-                // The next ones come into the same registers: a copy would wait for them.
-                multiply_step(sum, words + i * STEP_BYTES, scales + i * STEP_BYTES, b[i % AHEAD]);
-                if (left > i + AHEAD)
-#pragma unroll
-                    for (int j = 0; j < COLUMN_TILES; ++j) b[i % AHEAD][j] = at(j, i);
-            }
-        left = max(0, left - SLOT_STEPS);
-#pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j) next[j] += SLOT_STEPS * STEP;
-    }
-
-private:
-    __device__ uint4 at(int j, int step) const
-    {
-        return load_shared_by_blocks((const uint4*)(rows + next[j] + step * STEP));
+        const int at = slot * SLOT_BYTES + i * STEP_BYTES;
+        return {load_four(words + at), load_two(scales + at)};
     }
 };

@@ -1,92 +1,136 @@
-// Which rows go to which expert: as sort_rows.cu left it, or, for a warp's lanes of pairs, sorted by
-// every warp for itself, which takes a dozen instructions and no launch. Wide tiles, for many rows,
-// have registers for the first way only.
+// Which rows go to which expert: as sort_rows.cu left it or, for a warp's lanes of pairs, sorted by
+// every block for itself, which takes some dozen instructions and no launch. Where it fits, a block
+// keeps all of it in shared memory: a look there takes 30 cycles, one past L1 takes 600. Wide tiles,
+// for many rows, have no registers to do both.
 #pragma once
 
-#include "common.cuh"
+#include "moe_w4a16_stream.cuh"
 
 constexpr int COLUMNS = 8 * COLUMN_TILES;  // rows of x in a tile, columns of the product
 
-// One expert's rows, or some of them.
+// One expert's rows, or some of them: `sorted` has their pairs side by side.
 struct Tile {
     int expert, count, first;
-    u32 pairs;  // sorted here: a bit each
-};
 
-// What a warp's lane 4 g + t knows of a tile's rows: the pairs of columns 8 j + g.
+    static constexpr int EXPERT_BITS = 10, COUNT_BITS = 5;  // 1 .. 32: less 1
+    __device__ u32 packed() const
+    {
+        return (u32)first << (EXPERT_BITS + COUNT_BITS) | (u32)(count - 1) << EXPERT_BITS |
+               (u32)expert;
+    }
+    __device__ static Tile unpacked(u32 entry)
+    {
+        return {(int)(entry % (1u << EXPERT_BITS)),
+                (int)(entry >> EXPERT_BITS) % (1 << COUNT_BITS) + 1,
+                (int)(entry >> (EXPERT_BITS + COUNT_BITS))};
+    }
+};
+static_assert(LIST_BYTES >= 6 * WARP && LIST_BYTES % 16 == 0, "room for a warp's pairs");
+static_assert(COLUMNS <= 1 << Tile::COUNT_BITS, "as packed");
+
+// What a warp's lane 4 g + t knows of a tile's rows: the pairs of columns 8 j + g. Columns without one
+// have the first column's: they cost nothing, and nobody looks at what comes of them.
 struct Pairs {
     int of[COLUMN_TILES];
+    int count;
 
-    // The pair of column 8 j + g, for any g; to be called by a whole warp.
-    __device__ int at(int j, int g) const { return __shfl_sync(ALL_LANES, of[j], 4 * g); }
+    // The pair of column 8 j + g, for any g, or -1; to be called by a whole warp.
+    __device__ int at(int j, int g) const
+    {
+        const int pair = __shfl_sync(ALL_LANES, of[j], 4 * g);
+        return 8 * j + g < count ? pair : -1;
+    }
 };
 
-// Collective functions of a warp.
 struct Tiles {
-    const int4* table;  // null: sorted here
+    SharedAddress entries, listed_pairs;
+    const int4* table;
     const int* sorted;
     int number;
-    int expert;          // of the lane's pair
-    u32 same, leaders;   // pairs of that expert; the first pairs of each
+    bool listed;  // in shared memory
 
-    __device__ bool are_sorted() const { return COLUMN_TILES > 1 || table != nullptr; }
-    __device__ static Tiles of(const int4* table, const int* sorted, const int* num_tiles,
-                               const i64* expert, int num_pairs)
+    // To be called by the whole block, which is to meet before it looks anything up.
+    __device__ static Tiles of(unsigned char* list, const int4* table, const int* sorted,
+                               const int* num_tiles, const i64* expert, int most, int num_pairs)
     {
-        const int lane = lane_id();
         Tiles t;
+        t.entries = same_in_warp(shared_address(list));
+        t.listed_pairs = t.entries + 4 * most;
         t.table = table;
         t.sorted = sorted;
-        if (t.are_sorted()) {
-            t.number = *num_tiles;
-            t.expert = 0;
-            t.same = t.leaders = 0;
+        t.listed = COLUMN_TILES <= 2 && 4 * most + 2 * num_pairs <= LIST_BYTES;
+        if (COLUMN_TILES == 1 && table == nullptr) {
+            t.number = sort(list, expert, num_pairs);
             return t;
         }
-        t.expert = lane < num_pairs ? (int)expert[lane] : -1;
-        t.same = __match_any_sync(ALL_LANES, t.expert);
-        t.leaders = __ballot_sync(ALL_LANES, t.leads());
-        t.number = __popc(t.leaders);
+        t.number = same_in_warp(*num_tiles);
+        if (t.listed) copy(list, table, sorted, most, num_pairs);
         return t;
     }
 
+    // Shuffles tell the compiler that all of a warp look up the same.
     __device__ Tile at(int tile) const
     {
-        Tile found;
-        if (are_sorted()) {
-            const int4 entry = table[tile];
-            found = {entry.x, entry.y, entry.z, 0};
-        } else {
-            const bool mine = leads() && __popc(leaders & lower()) == tile;
-            const int lane = __ffs(__ballot_sync(ALL_LANES, mine)) - 1;
-            const u32 pairs = __shfl_sync(ALL_LANES, same, lane);
-            found = {__shfl_sync(ALL_LANES, expert, lane), __popc(pairs), 0, pairs};
-        }
-        return found;
+        if (listed) return Tile::unpacked(same_in_warp(load_word(entries + 4 * tile)));
+        const int4 entry = table[tile];
+        return {same_in_warp(entry.x), same_in_warp(entry.y), same_in_warp(entry.z)};
     }
 
-    // The pairs of columns 8 j + g; -1 behind the last.
     __device__ Pairs pairs(const Tile& tile) const
     {
         Pairs found;
+        found.count = tile.count;
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
             const int column = 8 * j + lane_id() / 4;
-            found.of[j] = -1;
-            if (column < tile.count)
-                found.of[j] = are_sorted() ? sorted[tile.first + column] : bit(tile.pairs, column);
+            const int place = tile.first + (column < tile.count ? column : 0);
+            if (listed)
+                found.of[j] = (int)load_half(listed_pairs + 2 * place);
+            else
+                found.of[j] = sorted[place];
         }
         return found;
     }
 
 private:
-    // The place of a word's bit number n from below.
-    __device__ static int bit(u32 word, int n)
+    // All there is room for, so that nothing waits for the number of tiles.
+    __device__ static void copy(unsigned char* list, const int4* table, const int* sorted, int most,
+                                int num_pairs)
     {
-#pragma unroll 1
-        for (; n > 0; --n) word &= word - 1;
-        return __ffs(word) - 1;
+        u32* const entries = (u32*)list;
+        u16* const pairs = (u16*)(list + 4 * most);
+        // At most a tile a pair.
+#pragma unroll 2
+        for (int i = (int)threadIdx.x; i < num_pairs; i += (int)blockDim.x) {
+            pairs[i] = (u16)sorted[i];
+            if (i >= most) continue;
+            const int4 entry = table[i];
+            entries[i] = Tile{entry.x, entry.y, entry.z}.packed();
+        }
     }
-    __device__ static u32 lower() { return (1u << lane_id()) - 1; }
-    __device__ bool leads() const { return expert >= 0 && (same & lower()) == 0; }
+
+    // A pair a lane, in each warp; the first warp writes. Tiles come in the order of their first pairs.
+    __device__ static int sort(unsigned char* list, const i64* expert, int num_pairs)
+    {
+        u32* const entries = (u32*)list;
+        u16* const pairs = (u16*)(list + 4 * num_pairs);
+        const int lane = lane_id();
+        const u32 lower = (1u << lane) - 1;
+        const int own = lane < num_pairs ? (int)expert[lane] : -1;
+        const u32 same = __match_any_sync(ALL_LANES, own);
+        const bool leads = own >= 0 && (same & lower) == 0;
+        const u32 leaders = __ballot_sync(ALL_LANES, leads);
+        int end = leads ? __popc(same) : 0;  // of the pairs of all leaders so far
+#pragma unroll
+        for (int by = 1; by < WARP; by *= 2) {
+            const int before = __shfl_up_sync(ALL_LANES, end, by);
+            if (lane >= by) end += before;
+        }
+        const int first = __shfl_sync(ALL_LANES, end - (leads ? __popc(same) : 0), __ffs(same) - 1);
+        if (threadIdx.x < WARP && own >= 0) {
+            if (leads) entries[__popc(leaders & lower)] = Tile{own, __popc(same), first}.packed();
+            pairs[first + __popc(same & lower)] = (u16)lane;
+        }
+        return __popc(leaders);
+    }
 };

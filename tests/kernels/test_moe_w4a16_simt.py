@@ -7,7 +7,7 @@ import torch
 
 from kdray.kernels import reference_moe
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_moe import Buffers, CudaMoe
+from kdray.kernels.cuda_moe import CudaMoe, Design
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
 from tests.kernels.simt_loader import simt_loader
@@ -39,6 +39,7 @@ def test_padding_costs_no_weights(moe: CudaMoe, rows: int) -> None:
         Sizes(width=160, inner=96, experts=64, top_k=8),
         Sizes(width=544, inner=64, experts=8, top_k=3),  # shares of 2 steps, the last of 1
         Sizes(width=1696, inner=32, experts=4, top_k=2),  # shares of 4, the last warps without
+        Sizes(width=2048, inner=128, experts=4, top_k=1),  # whole slots, two a share
     ],
     ids=str,
 )
@@ -54,11 +55,25 @@ def test_a_row_has_the_same_bits_in_any_batch(moe: CudaMoe) -> None:
     cases.check_bits(moe, case, others)
 
 
-@pytest.mark.parametrize("buffers", [Buffers(4, 2, 1), Buffers(2, 1, 2)], ids=str)
-def test_other_buffers_give_the_same_bits(buffers: Buffers) -> None:
-    case = cases.drawn_case(Sizes(width=1120, inner=160, experts=8, top_k=2), 12)
+def test_warps_with_many_units() -> None:
+    """More than they look for at once."""
+    case = cases.drawn_case(Sizes(width=1696, inner=32, experts=64, top_k=2), 19)
+    cases.check(CudaMoe(simt_loader(seed=3)), case)
+
+
+DESIGNS = [
+    Design(slot_steps=4, slots=2, parts=1),
+    Design(slots=1, catch_up=False),
+    Design(by_lanes=True, list_bytes=192),  # too few
+    Design(slot_steps=4, slots=2, parts=1, by_lanes=True),
+]
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=str)
+def test_other_designs_give_the_same_bits(design: Design) -> None:
+    case = cases.drawn_case(Sizes(width=544, inner=96, experts=32, top_k=4), 26)
     wanted = case.run(CudaMoe(simt_loader(seed=1)))
-    other = CudaMoe(simt_loader(seed=2), buffers=buffers)
+    other = CudaMoe(simt_loader(seed=2), design=design)
     assert torch.equal(case.run(other), wanted)
     cases.check(other, case)
 

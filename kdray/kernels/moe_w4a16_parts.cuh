@@ -1,0 +1,79 @@
+// The sums of the first half, of which each warp has a part, on their way to `inner`.
+#pragma once
+
+#include "moe_w4a16_units.cuh"
+
+__device__ __forceinline__ float silu(float x)
+{
+    constexpr float LOG2_E = 1.44269504088896341f;
+    return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
+}
+
+// Adds up the parts, a column tile a round; rounds take turns at PARTS buffers. Four warps add up,
+// each time others, and the rest go on at once: a barrier completes a phase when all have written a
+// buffer (`full`), another when those that add it up have read it (`free`).
+struct Adder {
+    float (*part)[WARPS][8][WARP];
+    SharedAddress full, free;
+    u16* inner;
+    int* ready;
+    u32 round;
+
+    // The whole block is to meet before the first round.
+    __device__ void open(u64* full_barriers, u64* free_barriers)
+    {
+        full = shared_address(full_barriers);
+        free = shared_address(free_barriers);
+        round = 0;
+        if (threadIdx.x != 0) return;
+        for (int i = 0; i < PARTS; ++i) {
+            barrier_init(full + 8 * i, WARPS);
+            barrier_init(free + 8 * i, ADDERS);
+        }
+    }
+
+    // To be called by all warps of the block, each when it comes to it.
+    __device__ void add_up(const Units& units, const Unit& unit, const Sums& sum)
+    {
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j, ++round) {
+            const int warp = threadIdx.x / WARP, lane = lane_id();
+            const int buffer = (int)(round % PARTS), parity = (int)(round / PARTS % 2);
+            float(*const own)[WARP] = part[buffer][warp];
+            barrier_wait(free + 8 * buffer, parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) own[i][lane] = sum[j][i / 4][i % 4];
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full + 8 * buffer);
+            // One adds c[i] of both fragments: a column's gate, and its up.
+            const int i = (warp - (int)(round * ADDERS % WARPS) + WARPS) % WARPS;
+            if (i >= ADDERS) continue;
+            barrier_wait(full + 8 * buffer, parity);
+            const Both both = sum_of_parts(part[buffer], i);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(free + 8 * buffer);
+            const int pair = units.pairs(unit).at(j, lane % 4 * 2 + i % 2);
+            if (pair >= 0)
+                inner[(i64)pair * INNER + unit.part * SLICE + lane / 4 * 2 + i / 2] =
+                    (u16)bf16_pair(silu(both.gate) * both.up, 0.0f);
+            __syncwarp();
+            if (lane == 0) arrive(&ready[unit.tile]);
+        }
+    }
+
+private:
+    struct Both {
+        float gate, up;
+    };
+    __device__ static Both sum_of_parts(const float (*parts)[8][WARP], int i)
+    {
+        const int lane = lane_id();
+        Both sum{parts[0][i][lane], parts[0][4 + i][lane]};
+#pragma unroll
+        for (int w = 1; w < SHARES; ++w) {
+            sum.gate += parts[w][i][lane];
+            sum.up += parts[w][4 + i][lane];
+        }
+        return sum;
+    }
+};
