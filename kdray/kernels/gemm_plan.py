@@ -1,4 +1,4 @@
-"""How one product of few rows may be cut for skinny_gemm.cu, what fits a block, and what it costs.
+"""How one product of few rows may be cut for skinny_gemm.cu, and what fits a block.
 
 Nothing here changes a bit but the number of runs: bits hang on it and on nothing else.
 """
@@ -21,13 +21,6 @@ LONGEST_CHUNK = 15  # steps of x that come at once, where tokens are one tile
 CHUNKS = 4  # of x, of which there is room, where they are more
 MOST_GROUPS = 2  # of 64 tokens: a tree of 64 drafts has 65 rows
 WORK_WORDS = 8 << 20  # for sums in parts
-
-# Of the estimate: bytes a microsecond from memory and from L2, multiprocessors, the bytes each must
-# have asked for, microseconds of a merge between blocks and of each part of it.
-MEMORY_SPEED, L2_SPEED = 4.2e6, 5.5e6
-PROCESSORS = 132
-BYTES_IN_FLIGHT = 40 * 1024
-MERGE_US, PART_US = 1.5, 0.05
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,24 +95,6 @@ def candidates(shape: GemmShape, runs: int, token_tiles: int) -> Iterator[GemmPl
                     words = work_words(shape, token_tiles, plan, MOST_GROUPS)
                     if fits(plan, token_tiles) and words <= WORK_WORDS:
                         yield plan
-
-
-def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
-    """A guess good enough to begin with: what memory, L2 and the merge take."""
-    tokens = TOKEN_TILE * token_tiles
-    across = -(-shape.outputs // plan.rows)
-    blocks = across * plan.split * shape.heads
-    steps = min(plan.slots, shape.steps / plan.runs)
-    asked = plan.warps * plan.row_tiles * steps * TILE * STEP * 2
-    busy = min(1.0, blocks / PROCESSORS)
-    if chunk_of(plan, token_tiles, shape.steps) < min(3, steps):
-        busy *= 0.5  # the block's warps meet at every step
-    busy *= min(1.0, max(1.0, blocks / PROCESSORS) * asked / BYTES_IN_FLIGHT)
-    weights = 2 * shape.inputs * shape.outputs * shape.heads
-    rows = 2 * tokens * shape.inputs * across * shape.heads
-    partials = 8 * (plan.split - 1) * tokens * shape.outputs * shape.heads
-    merge = MERGE_US + PART_US * plan.split if plan.split > 1 else 0.0
-    return max(weights / MEMORY_SPEED / busy, (weights + rows + partials) / L2_SPEED) + merge
 
 
 def fits(plan: GemmPlan, token_tiles: int) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import astuple
 from functools import cache
 
-from kdray.kernels.gemm_plan import GemmPlan, GemmShape, candidates, estimated_us
+from kdray.kernels.gemm_cost import estimated_us
+from kdray.kernels.gemm_plan import TOKEN_TILES, GemmPlan, GemmShape, candidates
 
 MOST_RUNS = 32
 ENOUGH_WARPS = 1024
@@ -34,6 +35,9 @@ def runs_of(shape: GemmShape) -> int:
         if enough and shape.steps <= runs * MOST_STEPS:
             break
         runs *= 2
+    # Very many outputs leave no room for sums of several blocks.
+    while not all(any(candidates(shape, runs, tiles)) for tiles in TOKEN_TILES):
+        runs //= 2
     return runs
 
 

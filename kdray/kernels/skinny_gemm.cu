@@ -70,8 +70,16 @@
 #include "skinny_gemm_rows.cuh"
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_K;
-constexpr int BLOCKS = 512 > THREADS ? 512 / THREADS : 1;  // of 128 registers a thread
-constexpr int STEP = 32;                                   // inputs
+// Registers: 128 a thread, or 168 where many sums are held and shared memory lets no more threads in
+// than these: by blocks of few warps, or 100 KB a multiprocessor.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool CROWDED = false;
+#else
+constexpr bool CROWDED = THREADS >= 256;
+#endif
+constexpr int RESIDENT = TOKEN_TILES * ROW_TILES >= 16 && !CROWDED ? 384 : 512;
+constexpr int BLOCKS = RESIDENT > THREADS ? RESIDENT / THREADS : 1;
+constexpr int STEP = 32;  // inputs
 constexpr int SLICES = WARPS_K * SPLIT;
 constexpr int ROWS = 16 * ROW_TILES * WARPS_M;  // of the matrix, a block
 constexpr int TOKENS = 8 * TOKEN_TILES;         // a block
@@ -111,9 +119,9 @@ struct Place {
     int tokens;        // of them
     u32 row_warp, run;
 
-    __device__ explicit Place(int all_tokens)
+    __device__ Place(int all_tokens, u32 thread)
     {
-        const u32 warp = threadIdx.x / WARP;
+        const u32 warp = thread / WARP;
         piece = MANY ? blockIdx.y : blockIdx.x;
         split = MANY ? blockIdx.x : blockIdx.y;
         tile = piece / GROUPS;
@@ -136,14 +144,23 @@ struct Weights {
 #pragma unroll
         for (int p = 0; p < Ring::PARTS; ++p) part[p] = ring.part(step, p);
     }
-    __device__ void multiply(Sums& sum, int n, const uint4& x) const
+    // Tiles n and on of tokens, whose shares of x are given. A sum's two products wait for each
+    // other, so all first ones go ahead.
+    template <int COUNT>
+    __device__ void multiply(Sums& sum, int n, const uint4 (&x)[COUNT]) const
     {
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-            const uint4 &a = part[2 * m], &b = part[2 * m + 1];
-            multiply_add(sum[m][n], a.x, b.x, a.y, b.y, x.x, x.y);
-            multiply_add(sum[m][n], a.z, b.z, a.w, b.w, x.z, x.w);
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) {
+                    const uint4 &a = part[2 * m], &b = part[2 * m + 1];
+                    if (half == 0)
+                        multiply_add(sum[m][n + i], a.x, b.x, a.y, b.y, x[i].x, x[i].y);
+                    else
+                        multiply_add(sum[m][n + i], a.z, b.z, a.w, b.w, x[i].z, x[i].w);
+                }
     }
 };
 
@@ -156,11 +173,11 @@ __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int&
     Weights now, next;
     if (ROW_TILES == 1) {
         // Products wait for one another, so the next step's operands come meanwhile.
-        uint4 x, next_x;
+        uint4 x[1], next_x;
         if (step >= end) return;
         ring.wait<SLOTS - 1>();
         now.load(ring, step);
-        x = shared_vector(rows);
+        x[0] = shared_vector(rows);
 #pragma unroll 1
         for (; step < end; ++step) {
             rows += 64;
@@ -172,14 +189,15 @@ __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int&
             now.multiply(sum, 0, x);
             ring.start(step + SLOTS);
             now = next;
-            x = next_x;
+            x[0] = next_x;
         }
     } else {
 #pragma unroll 1
         for (; step < end; ++step, rows += 64) {
             ring.wait<SLOTS - 1>();
             now.load(ring, step);
-            now.multiply(sum, 0, shared_vector(rows));
+            const uint4 x[1] = {shared_vector(rows)};
+            now.multiply(sum, 0, x);
             ring.start(step + SLOTS);
         }
     }
@@ -214,7 +232,9 @@ __device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const 
 {
     // Where registers allow it the next step's weights come ahead of the products.
     constexpr bool AHEAD = TOKEN_TILES * ROW_TILES <= 8;
-    const int lane = lane_id(), own = lane / 4 * 64 + lane % 4 * 16;
+    // Tiles of tokens whose products fill the tensor cores' latency.
+    constexpr int TOGETHER = TOKEN_TILES == 2 ? 2 : 4 / ROW_TILES;
+    const int lane = lane_id(), own = lane * 16;  // row lane / 4, part lane % 4
     Weights now, next;
     if (AHEAD && ring.steps > 0) {
         ring.wait<SLOTS - 1>();
@@ -233,8 +253,12 @@ __device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const 
             now.load(ring, step);
         }
 #pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n)
-            now.multiply(sum, n, shared_vector(from + n * 512));
+        for (int n = 0; n < TOKEN_TILES; n += TOGETHER) {
+            uint4 x[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) x[i] = shared_vector(from + (n + i) * 512);
+            now.multiply(sum, n, x);
+        }
         if (step % CHUNK == CHUNK - 1) rows.pass(step / CHUNK);
         ring.start(step + SLOTS);
     }
@@ -262,18 +286,16 @@ __device__ __forceinline__ void lay_out(float* part, const Sums& sum, const Plac
         }
 }
 
-// Where block `split` of a piece leaves its sums. The last of few tokens' blocks leaves none.
+// How many blocks leave their sums for others. Of few tokens' the last keeps its own; of many,
+// where each takes a share, all do, so that none needs to know its own from others'.
+constexpr int LEFT = MANY && SPLIT > 1 ? SPLIT : SPLIT - 1;
+
+// Where block `split` of a piece leaves them.
 __device__ __forceinline__ uint4* published(uint4* work, const Place& place, int split)
 {
     const int pieces = MANY ? gridDim.y : gridDim.x;
     const i64 piece = blockIdx.z * pieces + place.piece;
-    return work + (piece * (MANY ? SPLIT : SPLIT - 1) + split) * TOKENS * VECTORS;
-}
-
-// Whether the block that gathers takes the sums of block s from the workspace.
-__device__ __forceinline__ bool others(const Place& place, int s)
-{
-    return MANY ? s != (int)place.split : s < SPLIT - 1;
+    return work + (piece * LEFT + split) * TOKENS * VECTORS;
 }
 
 // Vector v of the piece's sums, over all runs: the block's own, and what others publish.
@@ -288,17 +310,14 @@ __device__ __forceinline__ float4 whole_sum(const float4& own, uint4* work, cons
         do {
             full = true;
 #pragma unroll
-            for (int s = 0; s < SPLIT; ++s)
-                if (others(place, s)) word[s] = load_relaxed(published(work, place, s) + v);
+            for (int s = 0; s < LEFT; ++s) word[s] = load_relaxed(published(work, place, s) + v);
 #pragma unroll
-            for (int s = 0; s < SPLIT; ++s)
-                if (others(place, s)) full = full && is_full(word[s]);
+            for (int s = 0; s < LEFT; ++s) full = full && is_full(word[s]);
         } while (!full);
         float4 sum[SPLIT];
+        sum[SPLIT - 1] = own;
 #pragma unroll
-        for (int s = 0; s < SPLIT; ++s) {
-            sum[s] = own;
-            if (!others(place, s)) continue;
+        for (int s = 0; s < LEFT; ++s) {
             store_relaxed(published(work, place, s) + v, {EMPTY, EMPTY, EMPTY, EMPTY});
             sum[s] = {float_of(word[s].x), float_of(word[s].y), float_of(word[s].z),
                       float_of(word[s].w)};
@@ -379,14 +398,13 @@ __device__ __forceinline__ void finish(const float* part, void* out, const void*
 {
     const u32 units = place.tokens * UNITS;
     if constexpr (MANY && SPLIT > 1) {
-        constexpr u32 TOGETHER = 8;  // a block's units that lie side by side, to write whole lines
+        constexpr u32 LINE = 8;  // a block's units that lie side by side, to write whole lines
 #pragma unroll 1
         for (u32 u = threadIdx.x; u < units; u += THREADS)
-            if (u / TOGETHER % SPLIT != place.split)
-                settle(part, out, add, work, sizes, place, Unit(u), false);
+            settle(part, out, add, work, sizes, place, Unit(u), false);
 #pragma unroll 1
         for (u32 i = threadIdx.x;; i += THREADS) {
-            const u32 u = (i / TOGETHER * SPLIT + place.split) * TOGETHER + i % TOGETHER;
+            const u32 u = (i / LINE * SPLIT + place.split) * LINE + i % LINE;
             if (u >= units) break;
             settle(part, out, add, work, sizes, place, Unit(u), true);
         }
@@ -406,7 +424,7 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     let_next_start();
     const Sizes sizes = {tokens, inputs, outputs, x_token, x_head,
                          w_row,  w_head, out_token, out_head};
-    const Place place(tokens);
+    const Place place(tokens, threadIdx.x);
     const int lane = lane_id(), g = lane / 4, t = lane % 4;
     const int first_step = sizes.first_step(place.slice());
 
@@ -428,7 +446,6 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     const u16* const first_x = x + (i64)blockIdx.z * x_head + first_step * STEP;
     const SharedAddress behind_rings =
         shared_address(block_memory) + WARPS_M * WARPS_K * Ring::BYTES;
-    Sums sum = {};
 #if TOKEN_TILES == 1
     const Rows rows = {first_x + (place.first + lane * WARPS_M + place.row_warp) * (i64)x_token,
                        WARP * WARPS_M * x_token,
@@ -445,24 +462,27 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     }
     __syncthreads();
     wait_for_previous();
+    Sums sum = {};
     multiply_run(sum, ring, rows, sizes.longest_run());
 #else
+    const u32 run = same_in_warp(place.run);
     const Rows rows = {first_x + place.first * (i64)x_token,
                        x_token,
                        place.tokens,
                        ring.steps,
-                       (int)(place.row_warp * WARP) + lane,
-                       behind_rings + place.run * Rows::BYTES,
-                       shared_address(barriers) + place.run * Rows::BARRIERS * 8};
-    if (rows.member == 0) rows.open();
+                       behind_rings + run * Rows::BYTES,
+                       shared_address(barriers) + run * Rows::BARRIERS * 8};
+    if (place.row_warp == 0 && lane == 0) rows.open();
     __syncthreads();
     wait_for_previous();
     rows.fill();
+    Sums sum = {};
     multiply_run(sum, ring, rows);
 #endif
     __syncthreads();  // rings and rows have been read
+    const Place again(tokens, fresh_thread());  // so that it takes no registers from sums
     float* const part = (float*)block_memory;
-    lay_out(part, sum, place);
+    lay_out(part, sum, again);
     __syncthreads();
-    finish(part, out, add, work, sizes, place);
+    finish(part, out, add, work, sizes, again);
 }

@@ -68,7 +68,6 @@ struct RowRing {
     int row;       // numbers from one to the next
     int tokens;
     int steps;              // of the run
-    int member;             // the thread, among those of the run
     SharedAddress base;     // of the run's ring
     SharedAddress barrier;  // of the run's
 
@@ -84,18 +83,22 @@ struct RowRing {
             barrier_init(read(i), WARPS);
         }
     }
-    // The first chunks: one through registers, to be there whatever weights are on their way.
+    // The first chunks: one through registers where they are few, to be there whatever weights are
+    // on their way.
     __device__ void fill() const
     {
-#pragma unroll
-        for (int chunk = 1; chunk < BUFFERS - 1; ++chunk) bring(chunk);
+        constexpr bool AT_ONCE = EACH <= 4;
+#pragma unroll 1
+        for (int chunk = AT_ONCE ? 1 : 0; chunk < BUFFERS - 1; ++chunk) bring(chunk);
+        if (!AT_ONCE) return;
+        const u32 own = member();
         uint4 piece[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (there(0, i)) piece[i] = *(const uint4*)source(0, i);
+            if (there(own, 0, i)) piece[i] = *(const uint4*)source(own, 0, i);
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (there(0, i)) store_shared_vector(target(0, i), piece[i]);
+            if (there(own, 0, i)) store_shared_vector(target(own, 0, i), piece[i]);
         barrier_arrive(landed(0));
     }
     __device__ void wait(u32 chunk) const { barrier_wait(landed(chunk), chunk / BUFFERS % 2); }
@@ -115,27 +118,36 @@ struct RowRing {
     }
 
 private:
-    // Piece i of the thread: threads go over parts of a row, then rows, then steps.
-    __device__ int row_of(int i) const { return member / 4 % TOKENS + i * (TEAM / 4) % TOKENS; }
-    __device__ int step_of(int i) const { return member / (4 * TOKENS) + i * TEAM / (4 * TOKENS); }
-    __device__ bool there(u32 chunk, int i) const
+    // The thread, among those of the run: asked for each time, or all that follows from it would
+    // keep registers that sums need.
+    __device__ static u32 member() { return fresh_thread() % TEAM; }
+    // Piece i of a thread: threads go over parts of a row, then rows, then steps.
+    __device__ static int row_of(u32 own, int i) { return own / 4 % TOKENS + i * (TEAM / 4) % TOKENS; }
+    __device__ static int step_of(u32 own, int i)
     {
-        return row_of(i) < tokens && step_of(i) < LENGTH &&
-               (int)(chunk * LENGTH) + step_of(i) < steps;
+        return own / (4 * TOKENS) + i * TEAM / (4 * TOKENS);
     }
-    __device__ const u16* source(u32 chunk, int i) const
+    __device__ bool there(u32 own, u32 chunk, int i) const
     {
-        return x + (i64)row_of(i) * row + (chunk * LENGTH + step_of(i)) * 32 + member % 4 * 8;
+        const int step = step_of(own, i);
+        return row_of(own, i) < tokens && step < LENGTH && (int)(chunk * LENGTH) + step < steps;
     }
-    __device__ SharedAddress target(u32 chunk, int i) const
+    __device__ const u16* source(u32 own, u32 chunk, int i) const
     {
-        return at(chunk * LENGTH) + (member + i * TEAM) * 16;
+        const u32 step = chunk * LENGTH + step_of(own, i);
+        return x + (i64)row_of(own, i) * row + step * 32 + own % 4 * 8;
+    }
+    __device__ SharedAddress target(u32 own, u32 chunk, int i) const
+    {
+        return at(chunk * LENGTH) + (own + i * TEAM) * 16;
     }
     __device__ void bring(u32 chunk) const
     {
-#pragma unroll
+        const u32 own = member();
+#pragma unroll 4
         for (int i = 0; i < EACH; ++i)
-            if (there(chunk, i)) copy_line_async(target(chunk, i), source(chunk, i));
+            if (there(own, chunk, i))
+                copy_line_async(target(own, chunk, i), source(own, chunk, i));
         barrier_arrive_after_copies(landed(chunk));
     }
 };

@@ -31,6 +31,12 @@ PLANS = [
     GemmPlan(1, 2, 2, 2, 4),
     GemmPlan(2, 2, 1, 4, 4),
 ]
+# For many tokens: 1, 2 and 4 warps share a run; sums from 1, 2 and 4 blocks.
+MANY = [
+    GemmPlan(1, 1, 4, 1, 4),
+    GemmPlan(2, 2, 2, 2, 4),
+    GemmPlan(1, 4, 1, 4, 4),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -54,10 +60,21 @@ def test_the_way_it_is_cut_changes_no_bit() -> None:
     cases.check_plans(gemms, 9, 352, 40)
 
 
-def test_rows_that_come_in_many_chunks() -> None:
+@pytest.mark.parametrize("tokens", [12, 17, 45])
+def test_many_tokens_are_cut_in_each_way(tokens: int) -> None:
+    gemms = {plan: CudaGemm(simt_loader(seed=9), plan=plan) for plan in MANY}
+    cases.check_plans(gemms, tokens, 448, 72)
+    for gemm in gemms.values():
+        cases.check_linear(gemm, tokens, 32 * 9, 40, add=True, gap=8)
+        assert gemm._work is None or (gemm._work == -1).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_rows_that_come_in_many_chunks(tokens: int) -> None:
     """Buffers are used again, by runs that are not equally long."""
     for plan in (GemmPlan(1, 1, 1, 1, 4), GemmPlan(1, 2, 2, 1, 3)):
-        cases.check_linear(CudaGemm(simt_loader(seed=8), plan=plan), 3, 32 * 63, 8)
+        gemm = CudaGemm(simt_loader(seed=8), plan=plan)
+        cases.check_linear(gemm, tokens, 32 * 63, 8)
 
 
 def test_more_rows_than_a_block_takes(gemm: CudaGemm) -> None:
