@@ -15,10 +15,12 @@
 constexpr int STEP = 32;
 constexpr int STEP_BYTES = 576;
 constexpr int SCALES_AT = 512;
+constexpr int SCALE_LINES = (STEP_BYTES - SCALES_AT) / 16;
 constexpr int SLOT_BYTES = SLOT_STEPS * STEP_BYTES;
 // Steps of activations that are on their way; wide tiles have registers for no more than one.
 constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : 2;
 static_assert(SLOT_STEPS % AHEAD == 0, "a step's registers are the same in every slot");
+static_assert(!BY_LANES || SLOT_STEPS * SCALE_LINES <= WARP, "lanes for a slot's scales");
 
 #ifdef __CUDACC__
 
@@ -156,6 +158,7 @@ struct Ring {
     SharedAddress words, scales;  // the lane's of the first slot's first step
     SharedAddress landed;         // the first slot's barrier
     u32 lane;
+    int apart;  // by lanes: from its words to the scales that it copies
     int oldest, parity;
 
     __device__ void open(unsigned char* memory, u64* barriers)
@@ -165,6 +168,8 @@ struct Ring {
         scales = own_in_lane(slots + SCALES_AT + 8 * (lane_id() / 4));
         landed = same_in_warp(shared_address(barriers));
         lane = own_in_lane(lane_id());
+        const int step = (int)lane / SCALE_LINES, line = (int)lane % SCALE_LINES;
+        apart = step * STEP_BYTES + SCALES_AT + 16 * line - 16 * (int)lane;
         if (!BY_LANES && lane_id() == 0) {
             for (int i = 0; i < SLOTS; ++i) barrier_init(landed + 8 * i, 1);
             order_before_copies();
@@ -184,12 +189,8 @@ struct Ring {
         if (BY_LANES) {
 #pragma unroll
             for (int i = 0; i < SLOT_STEPS; ++i)
-                if (i < steps) {
-                    copy_line_async(to + i * STEP_BYTES, from + i * STEP_BYTES);
-                    if (lane < (STEP_BYTES - SCALES_AT) / 16)
-                        copy_line_async(to + i * STEP_BYTES + SCALES_AT,
-                                        from + i * STEP_BYTES + SCALES_AT);
-                }
+                if (i < steps) copy_line_async(to + i * STEP_BYTES, from + i * STEP_BYTES);
+            if ((int)lane < SCALE_LINES * steps) copy_line_async(to + apart, from + apart);
             end_group();
         } else if (steps > 0 && lane == 0) {
             barrier_arrive_expecting(landed + 8 * oldest, steps * STEP_BYTES);
