@@ -144,6 +144,23 @@ struct Weights {
 #pragma unroll
         for (int p = 0; p < Ring::PARTS; ++p) part[p] = ring.part(step, p);
     }
+};
+
+// A step's weights as the tensor cores take them.
+struct Operands {
+    u32 a[ROW_TILES][2][4];
+
+    // `zero` is 0, which the assembler cannot know: it would move words anew for every product.
+    __device__ Operands(const Weights& weights, u32 zero)
+    {
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+            const uint4 &g = weights.part[2 * m], &h = weights.part[2 * m + 1];
+            const u32 words[2][4] = {{g.x, h.x, g.y, h.y}, {g.z, h.z, g.w, h.w}};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) a[m][i / 4][i % 4] = words[i / 4][i % 4] ^ zero;
+        }
+    }
     // Tiles n and on of tokens, whose shares of x are given. A sum's two products wait for each
     // other, so all first ones go ahead.
     template <int COUNT>
@@ -155,11 +172,9 @@ struct Weights {
             for (int i = 0; i < COUNT; ++i)
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m) {
-                    const uint4 &a = part[2 * m], &b = part[2 * m + 1];
-                    if (half == 0)
-                        multiply_add(sum[m][n + i], a.x, b.x, a.y, b.y, x[i].x, x[i].y);
-                    else
-                        multiply_add(sum[m][n + i], a.z, b.z, a.w, b.w, x[i].z, x[i].w);
+                    const u32(&w)[4] = a[m][half];
+                    const u32 low = half ? x[i].z : x[i].x, high = half ? x[i].w : x[i].y;
+                    multiply_add(sum[m][n + i], w[0], w[1], w[2], w[3], low, high);
                 }
     }
 };
@@ -173,11 +188,11 @@ __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int&
     Weights now, next;
     if (ROW_TILES == 1) {
         // Products wait for one another, so the next step's operands come meanwhile.
-        uint4 x[1], next_x;
+        uint4 x, next_x;
         if (step >= end) return;
         ring.wait<SLOTS - 1>();
         now.load(ring, step);
-        x[0] = shared_vector(rows);
+        x = shared_vector(rows);
 #pragma unroll 1
         for (; step < end; ++step) {
             rows += 64;
@@ -186,18 +201,17 @@ __device__ __forceinline__ void multiply_steps(Sums& sum, const Ring& ring, int&
                 next.load(ring, step + 1);
                 next_x = shared_vector(rows);
             }
-            now.multiply(sum, 0, x);
+            Operands(now, 0).multiply<1>(sum, 0, {x});
             ring.start(step + SLOTS);
             now = next;
-            x[0] = next_x;
+            x = next_x;
         }
     } else {
 #pragma unroll 1
         for (; step < end; ++step, rows += 64) {
             ring.wait<SLOTS - 1>();
             now.load(ring, step);
-            const uint4 x[1] = {shared_vector(rows)};
-            now.multiply(sum, 0, x);
+            Operands(now, 0).multiply<1>(sum, 0, {shared_vector(rows)});
             ring.start(step + SLOTS);
         }
     }
@@ -228,7 +242,8 @@ __device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const 
 #else
 
 // The warp's run.
-__device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const Rows& rows)
+__device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const Rows& rows,
+                                             u32 zero)
 {
     // Where registers allow it the next step's weights come ahead of the products.
     constexpr bool AHEAD = TOKEN_TILES * ROW_TILES <= 8;
@@ -252,12 +267,13 @@ __device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const 
             ring.wait<SLOTS - 1>();
             now.load(ring, step);
         }
+        const Operands weights(now, zero);
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; n += TOGETHER) {
             uint4 x[TOGETHER];
 #pragma unroll
             for (int i = 0; i < TOGETHER; ++i) x[i] = shared_vector(from + (n + i) * 512);
-            now.multiply(sum, n, x);
+            weights.multiply(sum, n, x);
         }
         if (step % CHUNK == CHUNK - 1) rows.pass(step / CHUNK);
         ring.start(step + SLOTS);
@@ -477,7 +493,7 @@ skinny_gemm(void* out, const u16* x, const u16* weight, const void* add, uint4* 
     wait_for_previous();
     rows.fill();
     Sums sum = {};
-    multiply_run(sum, ring, rows);
+    multiply_run(sum, ring, rows, (u32)inputs >> 31);
 #endif
     __syncthreads();  // rings and rows have been read
     const Place again(tokens, fresh_thread());  // so that it takes no registers from sums
