@@ -14,8 +14,9 @@ from kdray.kernels.gemm_plan import STEP, TOKEN_TILE, GemmPlan, GemmShape, chunk
 
 PROCESSORS = 132
 PROCESSOR_BYTES, BLOCK_BYTES = 227 << 10, 1 << 10  # shared memory; of which each block costs
-PROCESSOR_THREADS = 512  # of the registers that many sums take, or twice as many
-FEW_SUMS = 4
+# Threads that registers allow, by the tiles of sums that a warp holds.
+FEW_SUMS, MANY_SUMS = 4, 16
+THREADS, THREADS_OF_FEW, THREADS_OF_MANY = 512, 1024, 384
 
 # Bytes a microsecond: of memory and of L2; of one multiprocessor from both, and of its shared
 # memory.
@@ -69,10 +70,16 @@ def estimated_us(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> float:
 def _load(shape: GemmShape, token_tiles: int, plan: GemmPlan) -> _Load:
     blocks = -(-shape.outputs // plan.rows) * plan.split * shape.heads
     busiest = ceil(blocks / PROCESSORS)
-    few = token_tiles * plan.row_tiles <= FEW_SUMS
-    by_threads = PROCESSOR_THREADS * (2 if few else 1) // (32 * plan.warps)
+    by_threads = _threads(token_tiles, plan) // (32 * plan.warps)
     by_bytes = PROCESSOR_BYTES // (shared_bytes(plan, token_tiles, shape.steps) + BLOCK_BYTES)
     return _Load(busiest, min(busiest, by_threads, by_bytes), ceil(shape.steps / plan.runs))
+
+
+def _threads(token_tiles: int, plan: GemmPlan) -> int:
+    sums = token_tiles * plan.row_tiles
+    if sums <= FEW_SUMS:
+        return THREADS_OF_FEW
+    return THREADS_OF_MANY if sums >= MANY_SUMS and plan.warps < 8 else THREADS
 
 
 def _products(token_tiles: int, plan: GemmPlan) -> int:
