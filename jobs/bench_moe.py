@@ -4,8 +4,7 @@
     python jobs/bench_moe.py --out benchmarks/results
 
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
-overlap_us     the same, launched to start while the kernel before it ends, and not as a cooperative
-               launch
+cooperative_us the same as a cooperative launch, which waits for the kernel before it to end
 NAME_us        that, with another design of the kernel (--variants)
 sort_us        sorting alone; up to 4 rows the product's warps do it
 distinct       experts that a step's rows chose, of `experts`
@@ -43,11 +42,11 @@ TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 512, 2048]
 STEPS_OF_ONE_ROW = 24  # that choose differently; 25 MB each
 VARIANTS = {
     "uneven": Design(catch_up=False),
-    "lanes": Design(by_lanes=True),
+    "engine": Design(by_lanes=False),
     "deep": Design(slots=4, parts=1),
-    "deep_lanes": Design(slots=4, parts=1, by_lanes=True),
+    "deep_engine": Design(slots=4, parts=1, by_lanes=False),
     "long": Design(slot_steps=4, slots=2, parts=1),
-    "long_lanes": Design(slot_steps=4, slots=2, parts=1, by_lanes=True),
+    "long_engine": Design(slot_steps=4, slots=2, parts=1, by_lanes=False),
 }
 MOST_DIFFERENCE = 0.02  # of norms: torch rounds a weight to bf16
 
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record("moe_w4a16", vars(arguments) | {"out": None}, arguments.out)
     layer = drawn_layer(arguments)
     ops = CudaOps(torch.device("cuda"))
-    ways = {"us": CudaMoe(ops.loader, overlap=False), "overlap_us": CudaMoe(ops.loader)}
+    ways = {"us": CudaMoe(ops.loader), "cooperative_us": CudaMoe(ops.loader, overlap=False)}
     for name in VARIANTS if arguments.variants == [] else arguments.variants or []:
         ways[f"{name}_us"] = CudaMoe(ops.loader, design=VARIANTS[name])
     speed = copy_bytes_per_us()

@@ -37,7 +37,8 @@ class Design:
     slot_steps, slots   of a warp's ring of weights
     parts               buffers to add up in
     list_bytes          for the order of the pairs, which else stays in global memory
-    by_lanes            weights are copied by the lanes, not by the copy engine
+    by_lanes            weights are copied by the lanes, not by the copy engine; the widest tiles
+                        have no registers for it
     catch_up            blocks with less of the first half begin the second before the others
     """
 
@@ -45,7 +46,7 @@ class Design:
     slots: int = 3
     parts: int = 2
     list_bytes: int = 10_240
-    by_lanes: bool = False
+    by_lanes: bool = True
     catch_up: bool = True
 
     @property
@@ -191,7 +192,7 @@ def moe_defines(
         "SLOTS": design.slots,
         "PARTS": design.parts,
         "LIST_BYTES": design.list_bytes,
-        "BY_LANES": int(design.by_lanes),
+        "BY_LANES": int(design.by_lanes and column_tiles < 4),
         "CATCH_UP": int(design.catch_up),
         "SHARED_BYTES": design.shared_bytes,
     }
