@@ -56,15 +56,16 @@ def quantised(latent: Tensor, key: Tensor) -> Tensor:
     latent = latent.float()
     largest = latent.abs().amax(dim=-1, keepdim=True)
     largest = largest.masked_fill(largest < LEAST_LARGEST, 0.0)
-    factor = torch.where(largest == 0, 0.0, LARGEST_CODE / largest)
+    # A tensor: torch multiplies by a number's reciprocal instead, which rounds twice.
+    code_limit = torch.full_like(largest, LARGEST_CODE)
+    factor = torch.where(largest == 0, 0.0, code_limit / largest)
     code = (latent * factor).clamp(-LARGEST_CODE, LARGEST_CODE).to(FP8)
     rows = latent.new_zeros(num_rows, row_bytes(latent_dim, key.shape[1]), dtype=torch.uint8)
-    parts = (code, key.to(torch.bfloat16), largest / LARGEST_CODE)
     at = 0
-    for part in parts:
-        part_bytes = part.contiguous().view(torch.uint8)
-        rows[:, at : at + part_bytes.shape[1]] = part_bytes
-        at += part_bytes.shape[1]
+    for part in (code, key.to(torch.bfloat16), largest / code_limit):
+        end = at + part.shape[1] * part.itemsize
+        rows[:, at:end].view(part.dtype).copy_(part)
+        at = end
     return rows
 
 

@@ -26,7 +26,10 @@ from kdray.model.prefill import attend_block, merge_states
 # Known rows from which expanding the latents pays. FLOPs cross at C (N + V) / (2 C - N - V) rows,
 # 171 for Kimi; measured with the demo's sizes on a CPU the two forms meet at about 256.
 EXPAND_FROM_ROWS = 256
-KEY_BLOCK = 1024  # cached keys expanded at a time
+KEY_BLOCK = 1024  # cached keys expanded at a time, where scores are held
+# Of all heads, where a kernel holds no scores: 40 MB of keys and values for Kimi's 8 heads a rank,
+# in blocks so long that the GPU, and not the host that launches them, sets the pace.
+HEAD_KEYS_FUSED = 1 << 16
 ROW_BLOCK = 128  # rows that attend at a time in the expanded form: they hold their scores
 ROW_BLOCK_FUSED = 8192  # where a kernel holds none
 
@@ -79,6 +82,11 @@ class AttentionSplit:
         device = batch.page_table.device
         rows = torch.cat([torch.arange(starts[r], starts[r + 1], device=device) for r in short])
         return cls(_subset(batch, short), rows, expanded)
+
+
+def _key_block(query: Tensor) -> int:
+    """Cached keys that query [H, ..] attends to at a time."""
+    return max(HEAD_KEYS_FUSED // len(query), KEY_BLOCK) if query.is_cuda else KEY_BLOCK
 
 
 def _long_rows(batch: AttentionBatch, request: int) -> Iterator[LongRows]:
@@ -192,7 +200,7 @@ class LatentAttention:
         query, cached = query.transpose(0, 1), long.num_cached
         _, nope, latent_dim = self.key_up.shape
         rope_dim = query.shape[2] - nope
-        starts = [*range(0, cached, KEY_BLOCK), cached]
+        starts = [*range(0, cached, _key_block(query)), cached]
         state = None
         for start, end in pairwise([*starts, cached + query.shape[1]]):
             kept = gathered(cache, long.slots[start:end], latent_dim, rope_dim)
