@@ -14,8 +14,9 @@ export HF_HUB_OFFLINE ?= 1
 serve: $(VENV)/.serve
 	$(BIN)/python jobs/serve.py $(ARGS)
 
+# Two at a time: what starts processes of its own in one worker, all else in the other (tests/conftest.py).
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses 2 --dist loadgroup $(ARGS)
 
 static: $(VENV)/.dev
 	$(BIN)/ruff format --check .

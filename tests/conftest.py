@@ -31,6 +31,20 @@ settings.register_profile(
 settings.load_profile("kdray")
 
 
+# Folders whose tests start clusters, ranks and servers: one after another, however many workers.
+PROCESSES = ("actors", "jobs", "profiling", "serve")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers (make test) a file stays with one of them, as its fixtures do."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        group = "processes" if folder in PROCESSES else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with room for eight ranks, for the whole test run."""
