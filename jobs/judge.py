@@ -1,7 +1,10 @@
 """How far from another choice a model stood where two ways of decoding parted, in fp32 on the CPU.
 
 Where the two tokens stood level, or one of them at the edge of what top-k, top-p or min-p leave,
-sums in another order decide which is drawn. Anywhere else one of the ways is wrong.
+sums in another order decide which is drawn. Anywhere else one of the ways is wrong. What counts as
+level is measured: how far the dtype's rounding moves the logits of the same text against one
+another. Beyond the units of a last place it has steps, as an expert that is chosen narrowly gives
+way to another.
 """
 
 from __future__ import annotations
@@ -27,16 +30,38 @@ from kdray.kernels.ops import AttentionBatch, load_ops
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 
+NEAR_TIE_FP32 = 2e-3  # logits reach some 40, and are sums in another order
+MOST_LIKELY = 20  # tokens whose logits are looked at
+
 
 class Judge:
-    """near_tie: what a margin of the target's dtype may be."""
+    """For targets of one dtype."""
 
     def __init__(self, config: EngineConfig) -> None:
         facts = resolve(config)
         self.dtype = facts.dtype
-        # Logits reach some 40: sums in another order move them by a few units of their last place.
-        self.near_tie = 2e-3 if facts.dtype == torch.float32 else 40 * 2.0**-8 * 4
+        self._folder = facts.target
         self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
+
+    def near_tie(self, texts: Sequence[tuple[Visit, Sequence[int]]]) -> float:
+        """What a margin may be, by replies that visits got."""
+        if self.dtype == torch.float32:
+            return NEAR_TIE_FP32
+        return float(self.movement(texts).max())
+
+    def movement(self, texts: Sequence[tuple[Visit, Sequence[int]]]) -> Float32Array:
+        """By how much the dtype moves logits, at every token of the replies: of the most likely
+        ones, the one that rises most against the one that falls most."""
+        rounded = TargetModel.load(self._folder, ops=load_ops("cpu"), dtype=self.dtype)
+        found = []
+        for visit, reply in texts:
+            if reply:
+                text, rows = [*visit.prompt, *reply[:-1]], len(reply)
+                exact = _logits(self._model, text, rows)
+                moved = _logits(rounded, text, rows) - exact
+                likely = np.argsort(-exact, axis=1)[:, :MOST_LIKELY]
+                found.append(np.ptp(np.take_along_axis(moved, likely, axis=1), axis=1))
+        return np.concatenate(found)
 
     def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
         """At the first difference; inf where one of the two ended early."""
@@ -46,24 +71,25 @@ class Judge:
             return float("inf")
         prefix = [*visit.prompt, *mine[:at]]
         history = (visit.prompt, mine[:at])
-        logits = adjust_logits(self._logits(prefix), visit.sampling, history)
+        logits = adjust_logits(_logits(self._model, prefix, 1)[0], visit.sampling, history)
         return margin_of(logits, visit.sampling, len(prefix), (mine[at], other[at]))
 
-    @torch.inference_mode()
-    def _logits(self, prefix: Sequence[int]) -> np.ndarray:
-        model, count = self._model, len(prefix)
-        place = torch.arange(count)
-        attention = AttentionBatch(
-            row_start=(0, count), num_cached=(0,), num_known=(count,),
-            page_table=torch.zeros(1, 1, dtype=torch.int32), page_size=count,
-            mask=torch.ones(1, 1, 1, dtype=torch.int32),
-        )  # fmt: skip
-        batch = ForwardBatch(
-            token=torch.tensor(prefix), position=place, slot=place, attention=attention
-        )
-        caches = [torch.zeros(count, model.kv_width) for _ in range(model.num_layers)]
-        logits: np.ndarray = model.logits(model.forward(batch, caches).hidden[-1:])[0].numpy()
-        return logits
+
+@torch.inference_mode()
+def _logits(model: TargetModel, text: Sequence[int], rows: int) -> Float32Array:
+    """Of the last tokens of a text: [rows, V]."""
+    count = len(text)
+    place = torch.arange(count)
+    attention = AttentionBatch(
+        row_start=(0, count), num_cached=(0,), num_known=(count,),
+        page_table=torch.zeros(1, 1, dtype=torch.int32), page_size=count,
+        mask=torch.ones(1, 1, 1, dtype=torch.int32),
+    )  # fmt: skip
+    batch = ForwardBatch(token=torch.tensor(text), position=place, slot=place, attention=attention)
+    dtype = model.embedding.dtype
+    caches = [torch.zeros(count, model.kv_width, dtype=dtype) for _ in range(model.num_layers)]
+    logits: Float32Array = model.logits(model.forward(batch, caches).hidden[-rows:]).numpy()
+    return logits
 
 
 def margin_of(

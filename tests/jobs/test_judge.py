@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
-from judge import margin_of, slack
+from judge import NEAR_TIE_FP32, Judge, margin_of, slack
+from traffic import demo_prompts, draw_visits
 
+from kdray.config import EngineConfig
 from kdray.core.request import SamplingParams
 from kdray.core.sampling import draw, temper
+from kdray.engine import resolve
 
 LOGITS = np.array([3.0, 2.9, 1.0, 0.5, -4.0], dtype=np.float32)
 
@@ -60,3 +65,14 @@ def test_slack_is_counted_from_the_edge() -> None:
 
 def _fields(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def test_a_dtype_moves_logits_by_what_its_rounding_is() -> None:
+    config = EngineConfig(device="cpu", dtype="bfloat16", drafter="none")
+    prompts = demo_prompts(resolve(config), each=1)
+    visits = [(visit, [65, 66, 67]) for visit in islice(draw_visits(prompts, seed=1), 3)]
+    judge = Judge(config)
+    moved = judge.movement(visits)
+    assert len(moved) == 9 and 2.0**-8 < moved.max() == pytest.approx(judge.near_tie(visits))
+    exact = Judge(EngineConfig(device="cpu", dtype="float32", drafter="none"))
+    assert exact.movement(visits).max() == 0 and exact.near_tie(visits) == NEAR_TIE_FP32
