@@ -129,6 +129,30 @@ def round_table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def step_table(record: Record) -> str:
+    """A rank's verify step of Kimi K2.6 by rows and context, with its floors."""
+    rows = {
+        (p["context"], p["tokens"]): row["metrics"]
+        for row in record["rows"]
+        if (p := row["params"])["part"] == "step" and p["way"] == "tree"
+    }
+    contexts = sorted({context for context, _ in rows})
+    shown = [1, 4, 8, 16, 32, 64, 128]
+    heads = " | ".join(f"context {context:,}: ms | floor" for context in contexts)
+    lines = [
+        f"Kimi K2.6, one of 8 ranks whole (61 layers, random weights, INT4 experts; sums over ranks "
+        f"left out), {hardware(record)}, commit {record['commit']} (`jobs/bench_step.py`):",
+        "",
+        f"| rows of a step | distinct experts a layer | {heads} |",
+        "|---|---|" + "---|---|" * len(contexts),
+    ]
+    for tokens in shown:
+        own = [rows[context, tokens] for context in contexts]
+        cells = " | ".join(f"{m['ms']:.1f} | {m['floor_ms']:.1f}" for m in own)
+        lines.append(f"| {tokens} | {own[0]['distinct_experts']:.0f} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
 def hardware(record: Record) -> str:
     facts = record["hardware"]
     if facts["gpus"]:
@@ -153,6 +177,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "decode-cpu": decode_table,
     "tree_build-h200": tree_table,
     "round-h200": round_table,
+    "step-h200": step_table,
 }
 
 if __name__ == "__main__":
