@@ -140,7 +140,7 @@ def step_table(record: Record) -> str:
     shown = [1, 4, 8, 16, 32, 64, 128]
     heads = " | ".join(f"context {context:,}: ms | floor" for context in contexts)
     lines = [
-        f"Kimi K2.6, one of 8 ranks whole (61 layers, random weights, INT4 experts; sums over ranks "
+        "Kimi K2.6, one of 8 ranks whole (61 layers, random weights, INT4 experts; sums over ranks "
         f"left out), {hardware(record)}, commit {record['commit']} (`jobs/bench_step.py`):",
         "",
         f"| rows of a step | distinct experts a layer | {heads} |",
