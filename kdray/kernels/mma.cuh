@@ -80,6 +80,27 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
+__device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+}
+// What this thread has started since its last group becomes a group.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all of this thread's groups but the last few have landed.
+template <int LAST>
+__device__ __forceinline__ void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+__device__ __forceinline__ uint4 shared_vector(SharedAddress from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
 // A run of bytes (a multiple of 16, from and to 16-byte boundaries) on its way from global to
 // shared memory by the copy engine; the barrier counts what has landed. Called by several lanes,
 // each starts a copy of its own.
@@ -176,6 +197,17 @@ inline void copy_word_async(SharedAddress to, const void* from) {
     simt::copy_later(simt::shared_pointer(to, 4), from, 4);
 }
 inline void wait_for_copies() { simt::copy_wait(); }
+inline void copy_line_async(SharedAddress to, const void* from) {
+    simt::copy_later(simt::shared_pointer(to, 16), from, 16);
+}
+inline void end_group() { simt::copy_commit(); }
+template <int LAST>
+inline void wait_for_groups() {
+    simt::copy_wait_groups(LAST);
+}
+inline uint4 shared_vector(SharedAddress from) {
+    return *(const uint4*)simt::shared_pointer(from, 16);
+}
 inline u32 fresh_thread() { return threadIdx.x; }
 inline u32 fresh_block() { return blockIdx.x; }
 inline void barrier_init(SharedAddress barrier, int count) { simt::barrier_init(barrier, count); }

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Product product;
     product.zero = {{MINUS_136, MINUS_136, MINUS_136, MINUS_136}};
     if (COLUMN_TILES == 1) {  // there are registers for it: the compiler would make it each time
-        const uint4 kept = load_four(shared_address(s.minus_136));
+        const uint4 kept = shared_vector(shared_address(s.minus_136));
         product.zero = {{kept.x, kept.y, kept.z, kept.w}};
     }
     // One loop for both halves: instructions come slowly the first time.

@@ -31,35 +31,11 @@ __device__ __forceinline__ u32 nibble_pair(u32 word)
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(0x000f000f), "r"(0x43004300));
     return pair;
 }
-__device__ __forceinline__ uint4 load_four(SharedAddress from)
-{
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
 __device__ __forceinline__ uint2 load_two(SharedAddress from)
 {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
     return v;
-}
-
-// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
-__device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from)
-{
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-}
-// What this thread has started since its last group becomes a group.
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all of this thread's groups but the last few have landed.
-template <int LAST>
-__device__ __forceinline__ void wait_for_groups()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
 }
 __device__ __forceinline__ u32 load_word(SharedAddress from)
 {
@@ -76,20 +52,9 @@ __device__ __forceinline__ u32 load_half(SharedAddress from)
 
 #else
 
-inline void copy_line_async(SharedAddress to, const void* from)
-{
-    simt::copy_later(simt::shared_pointer(to, 16), from, 16);
-}
-inline void end_group() { simt::copy_commit(); }
-template <int LAST>
-inline void wait_for_groups()
-{
-    simt::copy_wait_groups(LAST);
-}
 inline u32 load_word(SharedAddress from) { return *(const u32*)simt::shared_pointer(from, 4); }
 inline u32 load_half(SharedAddress from) { return *(const u16*)simt::shared_pointer(from, 2); }
 inline u32 nibble_pair(u32 word) { return (word & 0x000f000fu) | 0x43004300u; }
-inline uint4 load_four(SharedAddress from) { return *(const uint4*)simt::shared_pointer(from, 16); }
 inline uint2 load_two(SharedAddress from) { return *(const uint2*)simt::shared_pointer(from, 8); }
 
 #endif
@@ -215,6 +180,6 @@ struct Ring {
     __device__ Weights step(int slot, int i) const
     {
         const int at = slot * SLOT_BYTES + i * STEP_BYTES;
-        return {load_four(words + at), load_two(scales + at)};
+        return {shared_vector(words + at), load_two(scales + at)};
     }
 };

@@ -11,29 +11,6 @@ constexpr u32 EMPTY = 0xffffffffu;
 
 #ifdef __CUDACC__
 
-// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
-__device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from)
-{
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-}
-// What this thread has started since its last group becomes a group.
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all of this thread's groups but the last few have landed.
-template <int LAST>
-__device__ __forceinline__ void wait_for_groups()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
-}
-__device__ __forceinline__ uint4 shared_vector(SharedAddress from)
-{
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
 __device__ __forceinline__ void store_shared_vector(SharedAddress to, const uint4& v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -59,20 +36,6 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4* from)
 
 #else
 
-inline void copy_line_async(SharedAddress to, const void* from)
-{
-    simt::copy_later(simt::shared_pointer(to, 16), from, 16);
-}
-inline void end_group() { simt::copy_commit(); }
-template <int LAST>
-inline void wait_for_groups()
-{
-    simt::copy_wait_groups(LAST);
-}
-inline uint4 shared_vector(SharedAddress from)
-{
-    return *(const uint4*)simt::shared_pointer(from, 16);
-}
 inline void store_shared_vector(SharedAddress to, const uint4& v)
 {
     *(uint4*)simt::shared_pointer(to, 16) = v;
