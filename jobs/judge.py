@@ -1,10 +1,9 @@
 """How far from another choice a model stood where two ways of decoding parted, in fp32 on the CPU.
 
 Where the two tokens stood level, or one of them at the edge of what top-k, top-p or min-p leave,
-sums in another order decide which is drawn. Anywhere else one of the ways is wrong. What counts as
-level is measured: how far the dtype's rounding moves the logits of the same text against one
-another. Beyond the units of a last place it has steps, as an expert that is chosen narrowly gives
-way to another.
+sums in another order decide which is drawn. Anywhere else a way is wrong, or the dtype's rounding
+has steps: an expert that is chosen narrowly gives way to another. How far rounding moves the logits
+of the same text against one another is measured beside it.
 """
 
 from __future__ import annotations
@@ -30,24 +29,19 @@ from kdray.kernels.ops import AttentionBatch, load_ops
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 
-NEAR_TIE_FP32 = 2e-3  # logits reach some 40, and are sums in another order
 MOST_LIKELY = 20  # tokens whose logits are looked at
 
 
 class Judge:
-    """For targets of one dtype."""
+    """For targets of one dtype. near_tie: what a margin may be."""
 
     def __init__(self, config: EngineConfig) -> None:
         facts = resolve(config)
         self.dtype = facts.dtype
+        # Logits reach some 40: sums in another order move them by a few units of their last place.
+        self.near_tie = 2e-3 if facts.dtype == torch.float32 else 40 * 2.0**-8 * 4
         self._folder = facts.target
         self._model = TargetModel.load(facts.target, ops=load_ops("cpu"))
-
-    def near_tie(self, texts: Sequence[tuple[Visit, Sequence[int]]]) -> float:
-        """What a margin may be, by replies that visits got."""
-        if self.dtype == torch.float32:
-            return NEAR_TIE_FP32
-        return float(self.movement(texts).max())
 
     def movement(self, texts: Sequence[tuple[Visit, Sequence[int]]]) -> Float32Array:
         """By how much the dtype moves logits, at every token of the replies: of the most likely

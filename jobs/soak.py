@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from judge import Judge
 from record import Record
@@ -145,10 +146,11 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
         print(f"{name}: {sum(len(r.token_ids) for r in replies[name])} tokens", file=sys.stderr)
         engine.driver.close()
     judge = Judge(config)
-    near_tie = judge.near_tie([
+    texts = [
         (visit, reply.token_ids)
         for visit, reply in zip(visits[:JUDGED], replies["plain"], strict=False)
-    ])  # fmt: skip
+    ]
+    moved = judge.movement(texts)
     good = True
     for one, other in ((first, "host"), (first, "plain"), ("host", "plain")):
         margins = [
@@ -164,12 +166,15 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
                 "left": float(sum(visit.patience is not None for visit in visits)),
                 "differing": float(len(margins)),
                 "greatest_margin": max(margins, default=0.0),
-                "near_tie": near_tie,
+                "near_tie": judge.near_tie,
+                "rounding_moves_median": float(np.median(moved)),
+                "rounding_moves_p99": float(np.quantile(moved, 0.99)),
+                "rounding_moves_most": float(moved.max()),
             },
         )
         if margins:
             print(f"margins: {sorted(margins)}", file=sys.stderr)
-        good &= all(margin <= near_tie for margin in margins)
+        good &= all(margin <= judge.near_tie for margin in margins)
     return good
 
 

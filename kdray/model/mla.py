@@ -28,7 +28,7 @@ from kdray.model.prefill import attend_block, merge_states
 EXPAND_FROM_ROWS = 256
 KEY_BLOCK = 1024  # cached keys expanded at a time, where scores are held
 # Of all heads, where a kernel holds no scores: 40 MB of keys and values for Kimi's 8 heads a rank,
-# in blocks so long that the GPU, and not the host that launches them, sets the pace.
+# so that few blocks have to be launched.
 HEAD_KEYS_FUSED = 1 << 16
 ROW_BLOCK = 128  # rows that attend at a time in the expanded form: they hold their scores
 ROW_BLOCK_FUSED = 8192  # where a kernel holds none
