@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from own_gpu import own_gpu
 from traffic import Reply, Visit, run_visits
 
 from kdray.config import EngineConfig
@@ -128,8 +129,9 @@ def run_ranks(
     ranks = [
         context.Process(target=be_rank, args=(rank, port, *args, said)) for rank in range(size)
     ]
-    for rank in ranks:
-        rank.start()
+    for number, rank in enumerate(ranks):
+        with own_gpu(number):
+            rank.start()
     deadline = time.monotonic() + WAIT_S
     running = True
     while running and time.monotonic() < deadline:
@@ -200,4 +202,4 @@ def set_up(config: EngineConfig, rank: int) -> None:
     torch.set_num_threads(config.threads or 1)
     torch.backends.cuda.matmul.allow_tf32 = False
     if config.device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -24,8 +24,7 @@ LAUNCHES, A_GRAPH = 100_000, 100
 
 
 def be_rank(rank: int, port: int, said: SimpleQueue[tuple[int, int, int]]) -> None:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", 0)
     collectives = TorchCollectives(
         rank=rank, size=2, host=HOST, port=port, device=device, timeout_s=WAIT_S
     )

@@ -41,11 +41,10 @@ def config_of(**wishes: object) -> EngineConfig:
 def be_rank(
     rank: int, port: int, config: EngineConfig, endpoint: str, replies: SimpleQueue[list[Reply]]
 ) -> None:
-    torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     facts, shard = resolve(config), Shard(rank, 2)
     collectives = TorchCollectives(
-        rank=rank, size=2, host=HOST, port=port, device=torch.device("cuda", rank), timeout_s=WAIT_S
+        rank=rank, size=2, host=HOST, port=port, device=torch.device("cuda", 0), timeout_s=WAIT_S
     )
     collectives.prove()
     if rank == 1:

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+from jobs.own_gpu import own_gpu
 from kdray.verifier.collectives import open_store
 
 HOST = "127.0.0.1"
@@ -21,8 +22,9 @@ def run_both(be_rank: Callable[..., None], *args: object) -> list[Any]:
     store, port = open_store(HOST, WAIT_S)  # held until both have met
     said = context.SimpleQueue()
     ranks = [context.Process(target=be_rank, args=(rank, port, *args, said)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
+    for number, rank in enumerate(ranks):
+        with own_gpu(number):
+            rank.start()
     for rank in ranks:
         rank.join(WAIT_S)
     ends = [rank.exitcode for rank in ranks]
