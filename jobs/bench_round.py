@@ -60,7 +60,9 @@ from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.verifier import Verifier
 
 WARM_STEPS = 4
-WAYS = (("plain", 0), ("chain", 7), ("tree", 7), ("tree", 16), ("tree", 31))
+CHAINS, TREES = (1, 3, 7), (3, 7, 16, 31)
+WAYS = (("plain", 0), *(("chain", n) for n in CHAINS), *(("tree", n) for n in TREES))
+WAYS_FROM_HOST = (("plain", 0), ("tree", 16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in arguments.models:
         for batch in arguments.batches:
             for graphs in (True,) if arguments.no_host else (True, False):
-                for mode, budget in WAYS if graphs else ((WAYS[0]), (WAYS[3])):
+                for mode, budget in WAYS if graphs else WAYS_FROM_HOST:
                     case = Case(model=model, mode=mode, budget=budget, batch=batch, graphs=graphs)
                     bench(case, arguments, record, accepted)
     record.finish()
