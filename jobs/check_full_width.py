@@ -18,8 +18,9 @@ What is allowed. u = 2^-8 is the most that rounding to bf16 changes a number by,
 typical change is 0.4 u. In an MLP some six roundings follow one another, independent, so that
 sqrt(6) * 0.4 u = 1 u is expected; 2 u are allowed. Attention has ten, and its softmax turns errors
 of scores of a few units into relative ones of its weights: 4 u. The worst row may have twice as
-much, and logits, where both halves of all layers add up, sqrt(2 layers) * 2 u, by the experts that
-the model chose. These may be others than the reference's where scores, which move by less than
+much. Logits, where both halves of all layers add up, are compared by the experts that the model
+chose, with how far they move in the reference when every half of it is off at random by what is
+allowed to it. Experts may be others than the reference's where scores, which move by less than
 1 u, are as near as that. In float32 nothing is rounded that the reference leaves exact, but sums of
 up to 18,432 terms have another order: sqrt(18,432) * 2^-24 = 2^-17 stands for 2 u. Two tokens are a
 near tie within twice the greatest difference of any logit from the reference's that was met.

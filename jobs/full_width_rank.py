@@ -18,6 +18,7 @@ import torch
 from decode_ways import Decoded, build_alone, decode, plain_engine, set_up
 from dequantised import load_reference
 from layer_errors import (
+    BlurredPasses,
     ErrorSize,
     LayerByLayer,
     Passes,
@@ -39,6 +40,7 @@ from kdray.model.target import TargetModel
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 2.0**-17}
 SOFTMAX = 2  # times as much for attention
 WORST_ROW = 2
+BLURS = 3  # draws
 REQUESTS, PROMPT, LONG_PROMPT = 4, 60, 320
 PARENT = (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 8, 8, 10, 3, 13, 14)  # of a tree's nodes
 Steps = Mapping[str, ForwardBatch]
@@ -157,12 +159,20 @@ def logit_findings(
 def _logit_findings(
     model: TargetModel, reference: TargetModel, steps: Steps, logits: Logits
 ) -> Iterator[Finding]:
-    told = ToldPasses(reference, REQUESTS + 1, list(logits.chosen))
-    allowed = ALLOWED[model.embedding.dtype] * math.sqrt(2 * model.num_layers)
+    allowed = ALLOWED[model.embedding.dtype]
+    passes: list[Passes] = [ToldPasses(reference, REQUESTS + 1, list(logits.chosen))]
+    for seed in range(BLURS):
+        chosen, sizes = list(logits.chosen), (SOFTMAX * allowed, allowed)
+        passes.append(BlurredPasses(reference, REQUESTS + 1, chosen, sizes, seed))
     for step, batch in steps.items():
-        wanted, found = told.logits(batch), logits.found[step]
-        params: Params = {"step": step, "part": f"logits, {logits.of}", "rows": len(found)}
-        yield error_finding(params, size_of_error(found, wanted), allowed)
+        wanted, *blurred = (each.logits(batch) for each in passes)
+        due = [size_of_error(moved, wanted) for moved in blurred]
+        size = size_of_error(logits.found[step], wanted)
+        params: Params = {"step": step, "part": f"logits, {logits.of}", "rows": len(wanted)}
+        whole, row = max(each.relative for each in due), max(each.worst_row for each in due)
+        metrics = {**size._asdict(), "allowed": whole, "allowed_row": WORST_ROW * row}
+        good = size.relative <= whole and size.worst_row <= WORST_ROW * row
+        yield Finding(params, metrics, good)
 
 
 def save_logits(model: TargetModel, tokens: Sequence[int], path: Path) -> None:

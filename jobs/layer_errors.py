@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
 from kdray.model.batch import ForwardBatch
 from kdray.model.mla import AttentionSplit, Rows
 from kdray.model.moe import DenseMLP, Router, Routing
+from kdray.model.parallel import SoloCollectives
 from kdray.model.target import Layer, TargetModel
 
 PAGE = 16
@@ -163,6 +165,39 @@ class ToldPasses(Passes):
     def __init__(self, model: TargetModel, requests: int, chosen: list[Tensor]) -> None:
         """chosen: of passes made or to be made, in their order; it is used up."""
         super().__init__(routed_by(partial(Told, chosen=chosen), model), requests)
+
+
+class BlurredPasses(ToldPasses):
+    """Told passes whose every half is off at random: what errors of that size do to logits.
+
+    Softmax, routing weights and sums that cancel carry an error on larger than it was, by as much
+    as the weights and the text want; so that is measured and not derived.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        requests: int,
+        chosen: list[Tensor],
+        sizes: tuple[float, float],
+        seed: int,
+    ) -> None:
+        """sizes: of attention's errors and MLP's, over the RMS of the row that is off."""
+        blur = Blur(sizes, torch.Generator(model.embedding.device).manual_seed(seed))
+        super().__init__(replace(model, collectives=blur), requests, chosen)
+
+
+class Blur(SoloCollectives):
+    """Of a rank that is alone: attention's results and the MLP's pass here, in turns."""
+
+    def __init__(self, sizes: tuple[float, float], generator: torch.Generator) -> None:
+        self._sizes = cycle(sizes)
+        self._generator = generator
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self._generator, device=x.device)
+        size = next(self._sizes) * x.float().square().mean(1, keepdim=True).sqrt()
+        return x + (size * noise).to(x.dtype)
 
 
 def routed_by(make: Callable[[Any], Any], model: TargetModel) -> TargetModel:

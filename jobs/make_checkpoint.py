@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from balanced_words import UNIFORM_STD, balanced
 
 from kdray.arguments import HelpFormatter
 from kdray.errors import ConfigError, KdrayError
@@ -46,7 +47,7 @@ KIMI = Path(__file__).resolve().parent / "kimi_k26"
 PREFIX = "language_model."
 BEHIND_LAYERS = ("model.norm.weight", "lm_head.weight")
 CHUNK = 2 << 20  # numbers drawn at a time
-UNIFORM_STD = 4.61  # of q in -8 .. 7, each as likely
+ONES = np.uint64(0x1111_1111_1111_1111)
 Generator = np.random.Generator
 Draw = Callable[[Generator, int], bytes | memoryview]
 
@@ -184,7 +185,7 @@ def packed(name: str, outputs: int, inputs: int) -> Iterator[Planned]:
 
     def words(generator: Generator, count: int) -> bytes:
         raw = generator.integers(0, 2**64 - 1, -(-count // 2), dtype=np.uint64, endpoint=True)
-        return raw.tobytes()[: 4 * count]
+        return bytes(balanced(raw, ONES).tobytes()[: 4 * count])
 
     def scales(generator: Generator, count: int) -> bytes:
         return bf16(generator.uniform(0.5, 1.5, count).astype(np.float32) * np.float32(typical))

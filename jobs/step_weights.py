@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from balanced_words import UNIFORM_STD, balanced
 from torch import Tensor
 
 from kdray.model import dflash_weights
@@ -27,10 +28,9 @@ from kdray.model.target import TargetModel
 from kdray.model.target_tables import TargetTables
 
 POOL_NUMBERS = {"cuda": (1 << 25) + 9, "cpu": (1 << 18) + 9}  # odd: rows of a matrix never repeat
-UNIFORM_STD = 4.61  # of q in -8 .. 7, each as likely
 BIAS_STD = 0.02
 FAR_ROWS = 0.25  # what the head's rows of other ranks are multiplied by (see whole_tables)
-WORD = 1 << 31
+WORD, ONES = 1 << 31, 0x1111_1111
 
 Shape = tuple[int, ...]
 
@@ -44,9 +44,10 @@ class Noise:
         self.device = device
         normal = torch.randn(count, generator=generator, device=device)
         self._normal = normal.to(torch.bfloat16)
-        self._words = torch.randint(
+        words = torch.randint(
             -WORD, WORD, (count,), generator=generator, device=device, dtype=torch.int32
         )
+        self._words = balanced(words, ONES)
         self._scales: dict[int, Tensor] = {}
 
     def normal(self, name: str, shape: Shape) -> Tensor:
@@ -54,7 +55,7 @@ class Noise:
         return _run(self._normal, name, shape)
 
     def words(self, name: str, shape: Shape) -> Tensor:
-        """int32, all bits random; as above."""
+        """int32, eight random INT4 weights; as above."""
         return _run(self._words, name, shape)
 
     def scales(self, name: str, shape: Shape, inputs: int) -> Tensor:

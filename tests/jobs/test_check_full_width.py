@@ -14,6 +14,7 @@ import wide_checkpoint
 from decode_ways import Decoded, build_alone, decode, draw_visits, plain_engine
 from dequantised import load_reference
 from full_width_rank import Finding, Judge, layer_findings, logit_findings, save_logits, steps_of
+from layer_errors import Blur, size_of_error
 from make_checkpoint import KIMI, read_config
 from traffic import Reply
 
@@ -130,6 +131,14 @@ def test_logits_are_compared_by_the_experts_of_the_model(
     save_logits(replace(model, head=model.head * 1.001), TOKENS, path)
     found = list(logit_findings(model, reference, steps, path))
     assert [f.good for f in found] == [True] * 4 + [False] * 4
+
+
+def test_halves_are_blurred_by_what_is_allowed_to_each() -> None:
+    blur, x = Blur((0.1, 0.01), torch.Generator().manual_seed(0)), 3 * torch.ones(8, 4096)
+    x[1] = 7
+    for size in (0.1, 0.01, 0.1):
+        found = size_of_error(blur.all_reduce(x), x)
+        assert abs(found.relative / size - 1) < 0.05 and found.worst_row < 1.1 * size
 
 
 def test_a_token_that_was_no_near_tie_shows(folder: Path, reference: TargetModel) -> None:
