@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = config_of(arguments, *folders)
             if arguments.ranks == 1:
                 return run(arguments, config, Shard(0, arguments.tp), None)
-            with ranks_beside(arguments.ranks, be_rank, arguments, config) as met:
-                return run(arguments, config, Shard(0, arguments.tp), met)
+            with ranks_beside(arguments.ranks, be_rank, arguments, config) as port:
+                return be_rank(0, port, arguments, config)
     except KdrayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -122,9 +122,9 @@ def config_of(arguments: argparse.Namespace, target: Path, drafter: Path) -> Eng
     )
 
 
-def be_rank(rank: int, port: int, arguments: argparse.Namespace, config: EngineConfig) -> None:
+def be_rank(rank: int, port: int, arguments: argparse.Namespace, config: EngineConfig) -> int:
     shard = Shard(rank, arguments.tp)
-    run(arguments, config, shard, lambda device: meet(rank, shard.size, port, device))
+    return run(arguments, config, shard, lambda device: meet(rank, shard.size, port, device))
 
 
 def run(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 
 import torch
 from torch import Tensor
@@ -44,34 +49,60 @@ def alone(size: int) -> Collectives:
 
 
 @contextmanager
-def ranks_beside(
-    size: int, be_rank: Callable[..., None], *args: object
-) -> Iterator[Callable[[torch.device], TorchCollectives]]:
-    """Processes of ranks 1 and on, be_rank(rank, port, *args) each; gives how rank 0 meets them.
+def ranks_beside(size: int, be_rank: Callable[..., object], *args: object) -> Iterator[int]:
+    """Processes of ranks 1 and on, be_rank(rank, port, *args) each; gives the port to meet at.
 
-    They end by themselves when their work is done, and are killed where rank 0 fails.
+    They end by themselves when their work is done, and are killed where rank 0 fails. Where one of
+    them fails the whole job ends: rank 0 may stand in a kernel that waits for it without limit.
     """
     store, port = open_store(HOST, MEET_S)  # held until all have met
     context = multiprocessing.get_context("spawn")
     others = [context.Process(target=be_rank, args=(r, port, *args)) for r in range(1, size)]
     for other in others:
         other.start()
+    over = threading.Event()
+    watcher = threading.Thread(target=_end_with_any, args=(others, over), daemon=True)
+    watcher.start()
     try:
-        yield lambda device: meet(0, size, port, device)
-        for other in others:
-            other.join(MEET_S)
-        failed = [rank for rank, other in enumerate(others, 1) if other.exitcode != 0]
-        if failed:
-            raise RankFailed(f"ranks {failed} failed; what they said stands above")
+        yield port
+        watcher.join(MEET_S)
+        if watcher.is_alive():
+            raise RankFailed(f"not all ranks have ended {MEET_S:g} s after rank 0")
     finally:
+        over.set()
         for other in others:
             other.kill()
         del store
 
 
-def meet(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
-    collectives = TorchCollectives(
+def _end_with_any(others: Sequence[SpawnProcess], over: threading.Event) -> None:
+    """Waits for all; ends this process as soon as one has failed, unless all is over by then."""
+    left = {other.sentinel: other for other in others}
+    while left:
+        for ended in wait(list(left)):
+            other = left.pop(ended)
+            other.join()
+            if over.is_set():
+                return
+            if other.exitcode != 0:
+                rank = others.index(other) + 1
+                print(f"error: rank {rank} failed; what it said stands above", file=sys.stderr)
+                for beside in left.values():
+                    beside.kill()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+
+
+def join(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
+    """Sums by NCCL (gloo on CPUs) alone."""
+    return TorchCollectives(
         rank=rank, size=size, host=HOST, port=port, device=device, timeout_s=MEET_S
     )
+
+
+def meet(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
+    """As a gang meets: links proved, short sums by what was found to be faster."""
+    collectives = join(rank, size, port, device)
     collectives.prove()
     return collectives

@@ -45,7 +45,7 @@ def open_short_sums(
     """
     if not 1 < shard.size <= MAX_RANKS:
         return None
-    regions = _open_regions(collectives, shard, device)
+    regions = open_regions(collectives, shard, device, CAPACITY_BYTES)
     if regions is None:
         return None
     reduce = OneShotReduce(KernelLoader(device), regions.addresses, shard.rank, CAPACITY_BYTES)
@@ -58,16 +58,18 @@ def open_short_sums(
     return ShortSums(reduce, regions, limit)
 
 
-def _open_regions(
-    collectives: Collectives, shard: Shard, device: torch.device
+def open_regions(
+    collectives: Collectives, shard: Shard, device: torch.device, capacity_bytes: int
 ) -> SharedRegions | None:
+    """Every rank's memory for OneShotReduce; None on all where one cannot open another's."""
+
     def gather(handle: Tensor) -> Tensor:
         joined = collectives.all_gather(handle.int().to(device))
         return joined.view(shard.size, -1).to(torch.uint8).cpu()
 
     regions: SharedRegions | None = None
     try:
-        regions = SharedRegions(shard.rank, CAPACITY_BYTES, gather)
+        regions = SharedRegions(shard.rank, capacity_bytes, gather)
     except KernelError as error:
         _log.info("sums by NCCL alone: %s", error)
     failed = torch.tensor([float(regions is None)], device=device)
