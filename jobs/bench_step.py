@@ -9,12 +9,13 @@
 Rank 0's real shard of TP-8 (61 layers, full widths) and the whole drafter, random weights made on
 the GPU (step_weights.py), in the product's own classes. With --ranks 1, the default, the other
 ranks are looked for in the rank itself: all but the collectives is timed. --ranks N, equal to --tp,
-runs N processes over N GPUs.
+runs N processes over N GPUs; rows are rank 0's, and there is no engine part.
 
 step     verify of trees in a CUDA graph, of prompts as the host runs them (step_rows.py says which
          rows are whose). ms, the floor (step_floor.py), fraction = floor / ms, distinct experts a
-         layer
-ops      the same steps once more, profiled: milliseconds by op
+         layer. Over N GPUs also local_ms, the same step without collectives, and what they take
+         of ms, waiting for others included: travel_ms, travel_share
+ops      the same steps once more, profiled: milliseconds by op, over N GPUs `collectives` too
 draft    drafting alone, one block a request, where their contexts fit the KV pages
 round    the captured round and its verbs: draft, build, verify, accept, commit
 engine   a whole engine on this shard: prompts read, captured rounds run ahead of the host
@@ -41,13 +42,15 @@ from step_parts import PARTS, Bench, finish, run_parts
 from step_rank import SetUp, build_rank, temporary_folders
 from step_ranks import alone, meet, ranks_beside
 from step_rounds import engine_size
+from step_travel import Mutable
 
 from kdray.arguments import HelpFormatter
 from kdray.config import EngineConfig
 from kdray.errors import KdrayError
 from kdray.facts import resolve
 from kdray.model.manifest import check_shard
-from kdray.model.parallel import Collectives, Shard
+from kdray.model.parallel import Shard
+from kdray.verifier.collectives import TorchCollectives
 
 TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 128, 512, 2048]
 CONTEXTS = [0, 8192, 32768]
@@ -131,7 +134,7 @@ def run(
     arguments: argparse.Namespace,
     config: EngineConfig,
     shard: Shard,
-    met: Callable[[torch.device], Collectives] | None,
+    met: Callable[[torch.device], TorchCollectives] | None,
 ) -> int:
     """One rank's part. met: how the ranks meet; None: there is one."""
     if arguments.device == "cuda":
@@ -149,16 +152,15 @@ def run(
         f"bf16 matmul {ceilings.flops_per_us / 1e6:.1f} TFLOP/s"
     )
     with set_up.part("collectives"):
-        collectives = met(facts.device) if met else alone(shard.size)
+        collectives = Mutable(met(facts.device), shard.size) if met else alone(shard.size)
     rank = build_rank(config, facts, shard, collectives, set_up)
     record = Record("step", options(arguments), arguments.out) if leads else None
     bench = Bench(arguments, rank, ceilings, record)
     run_parts(bench)
     if record is not None:
         finish(bench, record)
-    close = getattr(collectives, "close", None)
-    if close is not None:
-        close()
+    if isinstance(collectives, Mutable):
+        collectives.close()
     return 1 if bench.failures else 0
 
 

@@ -26,8 +26,9 @@ from step_rounds import (
     engine_size,
     round_times,
 )
-from step_rows import StepCase, cases, fits, prompt_step, tree_step
+from step_rows import StepCase, cases, fits, step_of
 from step_time import as_metrics, distinct_experts, profiled, replayed, spans_ms, time_by_op
+from step_travel import Mutable, local_step, travel
 
 from kdray.core.plan import DeviceVerified, Verified
 
@@ -74,6 +75,14 @@ class Bench:
         if self.record is not None:
             self.record.add(params | {"tp": self.arguments.tp}, samples, extra)
 
+    def is_late(self) -> bool:
+        """Whether no row is to be begun; all ranks the same, by rank 0's clock."""
+        late = time.perf_counter() - START > self.arguments.seconds
+        if self.arguments.ranks == 1:
+            return late
+        told = torch.tensor([float(late)], device=self.rank.device)
+        return bool(self.rank.collectives.broadcast(told).item())
+
     def repeats(self, ms: float) -> int:
         """So many timed runs; all ranks the same."""
         most = self.arguments.replays
@@ -88,7 +97,7 @@ def run_parts(bench: Bench) -> None:
         rows.append((f"engine {arguments.round}", partial(engine_row, bench)))
     if {"round", "predict"} & set(arguments.parts):
         rows += [(f"round {case}", partial(round_row, bench, case)) for case in rounds_of(bench)]
-    if "draft" in arguments.parts and rank.shard.rank == 0:
+    if "draft" in arguments.parts:
         rows += [
             (f"draft {streams} at {context}", partial(draft_row, bench, streams, context))
             for context in arguments.contexts
@@ -101,25 +110,25 @@ def run_parts(bench: Bench) -> None:
     if "ops" in arguments.parts and rank.device.type == "cuda":
         rows += [(f"ops {case}", partial(ops_row, bench, case)) for case in steps]
     for name, row in rows:
-        if arguments.ranks == 1 and time.perf_counter() - START > arguments.seconds:
-            print(f"FAILED  {name}: not begun, --seconds {arguments.seconds:g} are over")
+        if bench.is_late():
             bench.failures.append(name)
+            if bench.record is not None:
+                print(f"FAILED  {name}: not begun, --seconds {arguments.seconds:g} are over")
             continue
         bench.attempt(name, row)
 
 
 def step_row(bench: Bench, case: StepCase) -> None:
     rank, cache = bench.rank, bench.rank.verifier.cache
-    make = tree_step if case.way == "tree" else prompt_step
     began = time.perf_counter()
-    call = make(rank, case)
+    call = step_of(rank, case)
     with rank.ops.watch() as chosen:
         refuse_broken(call())
     distinct = distinct_experts(chosen)
     run = replayed(call, rank.device) if case.way == "tree" else call
     seconds = time.perf_counter() - began
     [first] = spans_ms(run, rank.device, 1)
-    samples = spans_ms(run, rank.device, bench.repeats(first))
+    samples = {"ms": spans_ms(run, rank.device, bench.repeats(first))}
     rows = Rows(
         tokens=case.tokens,
         requests=case.requests,
@@ -132,12 +141,15 @@ def step_row(bench: Bench, case: StepCase) -> None:
     floor = floor_ms(works, bench.ceilings)
     extra: dict[str, float | None] = {
         "floor_ms": floor,
-        "fraction": floor / statistics.median(samples),
+        "fraction": floor / statistics.median(samples["ms"]),
         "distinct_experts": sum(distinct) / max(1, len(distinct)),
         "prepare_s": seconds,
     }
     extra |= {f"{work.name}_floor_ms": work.ms(bench.ceilings) for work in works}
-    bench.add(params_of("step", case), {"ms": samples}, extra)
+    if isinstance(rank.collectives, Mutable):
+        samples["local_ms"], alone = local_step(rank.collectives, rank, case, len(samples["ms"]))
+        extra |= travel(samples["ms"], samples["local_ms"]) | {"local_distinct_experts": alone}
+    bench.add(params_of("step", case), samples, extra)
 
 
 def refuse_broken(verified: DeviceVerified | Verified) -> None:
@@ -150,12 +162,11 @@ def refuse_broken(verified: DeviceVerified | Verified) -> None:
 def ops_row(bench: Bench, case: StepCase) -> None:
     """A step again, under the profiler: behind all that is timed, which it might slow down."""
     rank = bench.rank
-    make = tree_step if case.way == "tree" else prompt_step
-    call = make(rank, case)
+    call = step_of(rank, case)
     call()
     run = replayed(call, rank.device) if case.way == "tree" else call
     run()
-    by_op = time_by_op(profiled(run))
+    by_op = time_by_op(profiled(run, together=bench.arguments.ranks > 1))
     bench.add(params_of("ops", case), {}, as_metrics(by_op))
 
 
@@ -167,6 +178,8 @@ def params_of(part: str, case: StepCase) -> Params:
 
 
 def draft_row(bench: Bench, streams: int, context: int) -> None:
+    if bench.rank.drafter is None:
+        return  # it is rank 0's
     samples = draft_ms(bench.rank, streams, context)
     floor = floor_ms(draft_work(bench.rank, streams, context), bench.ceilings)
     params: Params = {

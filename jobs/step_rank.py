@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from make_checkpoint import KIMI, read_config
-from step_ranks import Loopback
 from step_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
 from torch import Tensor
 
@@ -97,9 +96,8 @@ class Rank:
 
     @property
     def num_tokens(self) -> int:
-        """Token ids that rows are drawn from: looped back, those that the rank itself embeds."""
-        vocab = self.facts.model.vocab_size
-        return vocab // self.shard.size if isinstance(self.collectives, Loopback) else vocab
+        """Token ids that rows are drawn from: those that rank 0 embeds, with others or alone."""
+        return self.facts.model.vocab_size // self.shard.size
 
 
 class SetUp:

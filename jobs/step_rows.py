@@ -85,6 +85,10 @@ def fits(rank: Rank, requests: int, positions: int) -> bool:
     return requests * -(-positions // rank.config.page_size) <= rank.facts.num_pages
 
 
+def step_of(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified | Verified]:
+    return tree_step(rank, case) if case.way == "tree" else prompt_step(rank, case)
+
+
 def tree_step(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified]:
     """verify_on_device of the case's trees, as a device round calls it."""
     state = running_state(rank, case.requests, case.context, case.nodes)

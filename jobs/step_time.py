@@ -71,20 +71,31 @@ def spans_ms(
     return [start.elapsed_time(stop) for start, stop in marks]
 
 
-def profiled(run: Callable[[], object]) -> list[Span]:
-    """What the GPU does in one run, by torch.profiler; it has run before."""
+def profiled(run: Callable[[], object], *, together: bool = False) -> list[Span]:
+    """What the GPU does in one run, by torch.profiler; it has run before.
+
+    together: all ranks profile it. Their profilers begin milliseconds apart, and a first sum waits
+    for the last of them: it is the second of two runs then.
+    """
     torch.cuda.synchronize()
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
         torch.inference_mode(),
     ):
-        run()
+        for _ in range(1 + together):
+            run()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="kdray-trace-") as home:
         path = Path(home) / "trace.json"
         profile.export_chrome_trace(str(path))
         trace = read_trace(path, rank=0)
-    return [Span(s.name, s.start_ns, s.end_ns) for s in trace.slices if s.kind in GPU_KINDS]
+    spans = [Span(s.name, s.start_ns, s.end_ns) for s in trace.slices if s.kind in GPU_KINDS]
+    return last_half(spans) if together else spans
+
+
+def last_half(spans: Sequence[Span]) -> list[Span]:
+    """Of two runs, which enqueue the same, the second."""
+    return sorted(spans, key=lambda span: (span.start_ns, span.end_ns))[len(spans) // 2 :]
 
 
 def time_by_op(spans: Sequence[Span]) -> dict[str, float]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from step_predict import RTX, Acceptance, MeasuredRound, predictions, sum_ms
 from step_rank import Rank, WatchedOps, temporary_folders
 from step_ranks import Loopback
 from step_rows import StepCase, requests_of
-from step_time import Span, op_of, time_by_op
+from step_time import Span, last_half, op_of, time_by_op
+from step_travel import Mutable
 from step_weights import FAR_ROWS, Noise, RandomCheckpoint
+from torch import Tensor
 
 from kdray.core.plan import DeviceVerified, Verified
 from kdray.kernels.moe_layout import unpack
@@ -29,6 +32,7 @@ from kdray.model.int4 import read_linear
 from kdray.model.manifest import needed_tensors
 from kdray.model.packed_experts import are_packed, read_experts
 from kdray.model.parallel import Shard
+from tests.thread_ranks import Meeting, ThreadCollectives
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--tiny", "--layers", "2", "--kv-tokens", "4000", "--page-size", "16",
@@ -83,9 +87,9 @@ def test_a_row_that_fails_is_told_and_the_others_run(
     def sometimes(rank: Rank, case: StepCase) -> Callable[[], object]:
         if case.tokens == 4:
             raise ValueError("such a row")
-        return step_rows.tree_step(rank, case)
+        return step_rows.step_of(rank, case)
 
-    monkeypatch.setattr(step_parts, "tree_step", sometimes)
+    monkeypatch.setattr(step_parts, "step_of", sometimes)
     words = [*SMALL, "--parts", "step", "--tokens", "1", "4", "8", "--contexts", "0"]
     assert bench_step.main(words) == 1
     out = capsys.readouterr().out
@@ -104,12 +108,55 @@ def test_what_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in capsys.readouterr().err
 
 
+TWO = [*SMALL, "--tp", "2", "--ranks", "2", "--streams", "2", "--drafts", "3"]
+
+
 def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SMALL, "--tp", "2", "--ranks", "2", "--parts", "round", "step", "--tokens", "1",
-             "--contexts", "16", "--streams", "2", "--drafts", "3"]  # fmt: skip
+    words = [*TWO, "--tokens", "1", "512", "--contexts", "16", "--replays", "1"]
     assert bench_step.main(words) == 0
     out = capsys.readouterr().out
-    assert len(rows_of(out, "round")) == 3 and len(rows_of(out, "step")) == 1
+    assert len(rows_of(out, "round")) == len(rows_of(out, "prediction")) == 3
+    assert len(rows_of(out, "draft")) == 1 and not rows_of(out, "engine")
+    steps = rows_of(out, "step")
+    assert [row["params"]["way"] for row in steps] == ["tree", "tree", "prompt"]
+    for row in steps:
+        metrics = row["metrics"]
+        assert metrics["travel_ms"] == pytest.approx(metrics["ms"] - metrics["local_ms"])
+        assert metrics["travel_share"] == pytest.approx(metrics["travel_ms"] / metrics["ms"])
+        assert 3 <= metrics["local_distinct_experts"] <= 8
+
+
+def test_two_ranks_stop_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_step.main([*TWO, "--parts", "step", "--tokens", "1", "--seconds", "0"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("not begun, --seconds 0 are over") == 3  # contexts, told once each
+
+
+def test_collectives_are_left_out_for_a_while() -> None:
+    meeting = Meeting(2)
+    ranks = [Mutable(ThreadCollectives(meeting, rank), 2) for rank in range(2)]  # type: ignore[arg-type]
+    x = torch.arange(8.0).view(2, 4)
+
+    def sums(rank: int) -> list[Tensor]:
+        own = x + rank
+        with ranks[rank].left_out():
+            alone = [ranks[rank].all_reduce(own), ranks[rank].broadcast(own)]
+            shapes = [ranks[rank].all_gather(own).shape, ranks[rank].deal_rows(own).shape]
+        assert shapes == [(2, 8), (1, 8)]
+        return [*alone, ranks[rank].all_reduce(own), ranks[rank].deal_rows(own)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(sums, range(2))
+    assert torch.equal(first[0], x) and torch.equal(second[0], x + 1)
+    assert torch.equal(second[1], x + 1)
+    assert torch.equal(first[2], 2 * x + 1) and torch.equal(second[2], 2 * x + 1)
+    assert torch.equal(second[3], torch.cat([x[1:], x[1:] + 1], dim=1))
+
+
+def test_the_second_of_two_runs() -> None:
+    first = [Span("all_reduce", 0, 900), Span("gemm", 900, 1000)]
+    second = [Span("all_reduce", 1100, 1105), Span("gemm", 1105, 1200)]
+    assert last_half([*second, *first]) == second and last_half([]) == []
 
 
 def test_numbers_that_run_away_are_refused() -> None:
