@@ -22,7 +22,6 @@ ranks together from the one before; a sample is a replay on the rank that took l
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -144,8 +143,9 @@ def messages_of(arguments: argparse.Namespace) -> list[Message]:
 
 
 def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
-    device = torch.device(arguments.device, rank if arguments.device == "cuda" else None)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", 0)  # step_ranks.py shows ranks beside their own alone
         torch.cuda.set_device(device)
     shard = Shard(rank, arguments.tp)
     nccl = join(rank, shard.size, port, device)
@@ -161,7 +161,6 @@ def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
             record.add(row.params, row.samples, row.extra)
     if record is not None:
         record.finish()
-    gc.collect()  # NCCL's end waits for the graphs that hold its kernels
     for regions in ranks.regions:
         regions.close()
     nccl.close()

@@ -138,7 +138,7 @@ def run(
 ) -> int:
     """One rank's part. met: how the ranks meet; None: there is one."""
     if arguments.device == "cuda":
-        torch.cuda.set_device(shard.rank)
+        torch.cuda.set_device(0)  # step_ranks.py shows ranks beside their own alone
     facts = resolve(config)
     check_shard(facts.model, shard)
     leads = shard.rank == 0

@@ -172,6 +172,7 @@ def _be_rank(
         RankWorker(
             verifier, receiver, collectives, facts.device, Recorder(rank), rounds=rounds
         ).run()
+        del rounds  # with its graphs, or closing waits for ever
     else:
         sender = ZmqSender(endpoints, timeout_s=WAIT_S)
         kept: list[Verifier] = []
@@ -191,6 +192,7 @@ def _be_rank(
         [verifier] = kept
         said.put(decode(engine, visits))
         engine.driver.close()
+        del engine
     after(verifier.model)
     if facts.device.type == "cuda":
         torch.cuda.synchronize()

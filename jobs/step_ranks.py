@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 
 import torch
+from own_gpu import own_gpu
 from torch import Tensor
 
 from kdray.errors import RankFailed
@@ -52,14 +53,17 @@ def alone(size: int) -> Collectives:
 def ranks_beside(size: int, be_rank: Callable[..., object], *args: object) -> Iterator[int]:
     """Processes of ranks 1 and on, be_rank(rank, port, *args) each; gives the port to meet at.
 
+    Each sees GPU number `rank` alone; rank 0 is this process, and takes the first.
+
     They end by themselves when their work is done, and are killed where rank 0 fails. Where one of
     them fails the whole job ends: rank 0 may stand in a kernel that waits for it without limit.
     """
     store, port = open_store(HOST, MEET_S)  # held until all have met
     context = multiprocessing.get_context("spawn")
     others = [context.Process(target=be_rank, args=(r, port, *args)) for r in range(1, size)]
-    for other in others:
-        other.start()
+    for rank, other in enumerate(others, 1):
+        with own_gpu(rank):
+            other.start()
     over = threading.Event()
     watcher = threading.Thread(target=_end_with_any, args=(others, over), daemon=True)
     watcher.start()

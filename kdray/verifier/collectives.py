@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import torch
@@ -72,6 +73,8 @@ class TorchCollectives:
         return x
 
     def close(self) -> None:
+        """Let go of CUDA graphs that were recorded with these first: NCCL's end waits for them."""
+        gc.collect()  # a graph in a cycle is still there
         if self._short is not None:
             self._short.regions.close()
         if dist.is_initialized():

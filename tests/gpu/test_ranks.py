@@ -54,6 +54,7 @@ def be_rank(
             verifier, ZmqReceiver(endpoint), collectives, facts.device, Recorder(1), rounds=rounds
         )
         worker.run()
+        del worker, verifier, rounds  # with their graphs, or closing waits for ever
     else:
         sender = ZmqSender([endpoint], timeout_s=WAIT_S)
         engine = build_engine(
@@ -65,6 +66,7 @@ def be_rank(
         )
         replies.put(run_visits(engine.driver, engine.facts, visits_of()))
         engine.driver.close()
+        del engine
     torch.cuda.synchronize()
     collectives.close()
 
