@@ -66,7 +66,8 @@ GEMMS = [  # a rank's matrices of Kimi K2.6 over 8: (shape, gated, dtype of the 
     (GemmShape(512, 128, 8), False, torch.bfloat16),
 ]
 GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
-MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (512, 96, 2))  # width, inner, top_k
+# width, inner, top_k; 9 of 2048: the parts of a drafter's MLP of 18432
+MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (7168, 2048, 9), (512, 96, 2))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
     "all_reduce": [cuda_reduce.defines(dtype) for dtype in cuda_reduce.DTYPES],
