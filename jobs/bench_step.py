@@ -9,7 +9,7 @@
 Rank 0's real shard of TP-8 (61 layers, full widths) and the whole drafter, random weights made on
 the GPU (step_weights.py), in the product's own classes. With --ranks 1, the default, the other
 ranks are looked for in the rank itself: all but the collectives is timed. --ranks N, equal to --tp,
-runs N processes over N GPUs; rows are rank 0's, and there is no engine part.
+runs N processes over N GPUs; rows are rank 0's, and nothing is predicted or run as an engine.
 
 step     verify of trees in a CUDA graph, of prompts as the host runs them (step_rows.py says which
          rows are whose). ms, the floor (step_floor.py), fraction = floor / ms, distinct experts a

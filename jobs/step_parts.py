@@ -1,4 +1,4 @@
-"""The rows of bench_step, part by part: what each runs, and the metrics that it leaves."""
+"""The rows of bench_step, part by part: what each runs, and the metrics it leaves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from step_rounds import (
     engine_size,
     round_times,
 )
-from step_rows import StepCase, cases, fits, step_of
+from step_rows import StepCase, cases, fits, refuse_broken, step_of
 from step_time import as_metrics, distinct_experts, profiled, replayed, spans_ms, time_by_op
 from step_travel import Mutable, local_step, travel
-
-from kdray.core.plan import DeviceVerified, Verified
 
 START = time.perf_counter()
 PARTS = ("engine", "round", "draft", "step", "ops", "predict")  # in turn: the few first
@@ -152,13 +150,6 @@ def step_row(bench: Bench, case: StepCase) -> None:
     bench.add(params_of("step", case), samples, extra)
 
 
-def refuse_broken(verified: DeviceVerified | Verified) -> None:
-    """ValueError where the layers' numbers ran away: such a step would be no step of a model."""
-    dead = verified.dead.any() if isinstance(verified, DeviceVerified) else verified.broken
-    if dead:
-        raise ValueError("rows without any finite logit")
-
-
 def ops_row(bench: Bench, case: StepCase) -> None:
     """A step again, under the profiler: behind all that is timed, which it might slow down."""
     rank = bench.rank
@@ -217,7 +208,8 @@ def round_row(bench: Bench, case: RoundCase) -> None:
         "distinct_experts": times.distinct / layers,
     }
     bench.add(params, times.samples, extra)
-    bench.rounds.append(measured)
+    if bench.arguments.ranks == 1:  # a prediction adds what collectives take by itself
+        bench.rounds.append(measured)
 
 
 def measured_round(bench: Bench, case: RoundCase, times: RoundTimes) -> MeasuredRound:

@@ -121,6 +121,13 @@ def prompt_step(rank: Rank, case: StepCase) -> Callable[[], Verified]:
     return lambda: rank.verifier.verify(plan, trees)
 
 
+def refuse_broken(verified: DeviceVerified | Verified) -> None:
+    """ValueError where the layers' numbers ran away: such a step would be no step of a model."""
+    dead = verified.dead.any() if isinstance(verified, DeviceVerified) else verified.broken
+    if dead:
+        raise ValueError("rows without any finite logit")
+
+
 def running_state(rank: Rank, requests: int, context: int, beyond: int) -> RunningState:
     """Requests 0 .. with `context` tokens cached and pages of their own for `beyond` more."""
     size, spare = rank.config.page_size, rank.facts.num_pages

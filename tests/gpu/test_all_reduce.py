@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ pytestmark = [
 ]
 
 LAUNCHES, A_GRAPH = 100_000, 100
+JOB = Path(__file__).resolve().parents[2] / "jobs" / "bench_all_reduce.py"
 
 
 def be_rank(rank: int, port: int, said: SimpleQueue[tuple[int, int, int]]) -> None:
@@ -65,3 +70,17 @@ def test_every_sum_of_very_many_launches_is_right() -> None:
     (_, wrong, limit), (_, other_wrong, other_limit) = sorted(run_both(be_rank))
     assert wrong == other_wrong == 0
     assert limit == other_limit and limit in (0, *SIZES)
+
+
+def test_both_ways_through_their_benchmark() -> None:
+    words = ["--tp", "2", "--rows", "1", "64", "512", "--numbers", "7", "24", "--replays", "5"]
+    command = [sys.executable, str(JOB), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    record = json.loads(done.stdout.splitlines()[-1])
+    found = {row["params"]["numbers"]: row["metrics"] for row in record["rows"]}
+    assert [numbers for numbers, metrics in found.items() if "own_us" in metrics] == [
+        24, 7168, 64 * 7168,
+    ]  # fmt: skip
+    assert all(metrics["nccl_us"] > 0 for metrics in found.values())
+    assert record["config"]["start_up_bytes"] in (0, *SIZES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -44,3 +45,19 @@ def test_three_layers_of_a_rank() -> None:
     for tokens in (9, 33):
         expected = EXPERTS * (1 - (1 - 8 / EXPERTS) ** tokens)
         assert distinct[tokens] > 0.6 * expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_three_layers_over_two_gpus() -> None:
+    found = rows(
+        "--tp", "2", "--ranks", "2", "--layers", "3", "--tokens", "1", "9", "512",
+        "--contexts", "0", "--kv-tokens", "60000", "--streams", "1", "--drafts", "7",
+    )  # fmt: skip
+    parts = {row["params"]["part"] for row in found}
+    assert parts == {"round", "draft", "step", "ops"}
+    for row in found:
+        params, metrics = row["params"], row["metrics"]
+        if params["part"] == "step":
+            assert metrics["local_ms"] > 0 and metrics["local_distinct_experts"] >= 8
+        elif params["part"] == "ops":
+            assert metrics["collectives_ms"] > 0 and metrics["gemm_ms"] > 0
