@@ -59,14 +59,25 @@ class Judge:
 
     def margin(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> float:
         """At the first difference; inf where one of the two ended early."""
-        shared = zip(mine, other, strict=False)
-        at = next((i for i, (a, b) in enumerate(shared) if a != b), None)
+        at = parted_at(mine, other)
         if at is None:
             return float("inf")
-        prefix = [*visit.prompt, *mine[:at]]
-        history = (visit.prompt, mine[:at])
-        logits = adjust_logits(_logits(self._model, prefix, 1)[0], visit.sampling, history)
-        return margin_of(logits, visit.sampling, len(prefix), (mine[at], other[at]))
+        logits = _logits(self._model, [*visit.prompt, *mine[:at]], 1)[0]
+        return max(needs_at(logits, visit, mine[:at], (mine[at], other[at])))
+
+
+def parted_at(mine: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two replies differ first; None where one goes on as the other did."""
+    shared = zip(mine, other, strict=False)
+    return next((i for i, (a, b) in enumerate(shared) if a != b), None)
+
+
+def needs_at(
+    logits: Float32Array, visit: Visit, said: Sequence[int], pair: tuple[int, int]
+) -> tuple[float, float]:
+    """needs_of behind a visit's prompt and what it was answered so far; logits [V] of a model."""
+    adjusted = adjust_logits(logits, visit.sampling, (visit.prompt, said))
+    return needs_of(adjusted, visit.sampling, len(visit.prompt) + len(said), pair)
 
 
 @torch.inference_mode()
@@ -90,20 +101,28 @@ def margin_of(
     logits: Float32Array, params: SamplingParams, position: int, pair: tuple[int, int]
 ) -> float:
     """What logits [V], adjusted, must at least move by, against one another, for either of two
-    tokens to be the one drawn at `position`.
+    tokens to be the one drawn at `position`."""
+    return max(needs_of(logits, params, position, pair))
+
+
+def needs_of(
+    logits: Float32Array, params: SamplingParams, position: int, pair: tuple[int, int]
+) -> tuple[float, float]:
+    """The same for each of the two: 0 for the one that is drawn before the other as it is.
 
     One token is drawn before the other if it is kept, and the other is behind it or dropped.
     """
     a, b = pair
     if params.temperature == 0:
-        return abs(float(logits[a] - logits[b]))
+        ahead = float(logits[a] - logits[b])
+        return max(0.0, -ahead), max(0.0, ahead)
     assert params.seed is not None
     tempered = temper(logits, params.temperature)
     value = tempered + gumbel_noise([params.seed], [position], len(logits))[0]
-    kept_by = {token: slack(tempered, params, token) for token in pair}
+    kept = {token: slack(tempered, params, token) for token in pair}
     ahead = float(value[a] - value[b])
-    moves = (-kept_by[a], -kept_by[b], min(-ahead, kept_by[b]), min(ahead, kept_by[a]))
-    return max(0.0, *moves) * divisor_of(params)
+    need_a = max(0.0, -kept[a], min(-ahead, kept[b])) * divisor_of(params)
+    return need_a, max(0.0, -kept[b], min(ahead, kept[a])) * divisor_of(params)
 
 
 def slack(tempered: Float32Array, params: SamplingParams, token: int) -> float:
