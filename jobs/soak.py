@@ -7,8 +7,9 @@
 Requests of all kinds arrive and leave at random. In a soak one fixed request is repeated all the
 while and must give the same tokens every time; pages are audited at every step. A comparison runs
 the same traffic through the engine as configured, step by step from the host, and plainly, and
-shows by how much the two tokens differed wherever two ways parted. Requests that leave get as far
-as their steps went, and are compared as far as both ways go. Exits 1 where anything is wrong.
+shows by how much the two tokens differed wherever two ways parted; where that is above what a near
+tie may be, why (causes.py). Requests that leave get as far as their steps went, and are compared as
+far as both ways go. Exits 1 where anything is wrong, or a parting has no cause in rounding.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from causes import Cause, Causes
 from judge import Judge
 from record import Record
 from traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
@@ -146,6 +149,7 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
         print(f"{name}: {sum(len(r.token_ids) for r in replies[name])} tokens", file=sys.stderr)
         engine.driver.close()
     judge = Judge(config)
+    causes = Causes(config, judge.near_tie)
     texts = [
         (visit, reply.token_ids)
         for visit, reply in zip(visits[:JUDGED], replies["plain"], strict=False)
@@ -153,29 +157,84 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
     moved = judge.movement(texts)
     good = True
     for one, other in ((first, "host"), (first, "plain"), ("host", "plain")):
-        margins = [
-            judge.margin(visit, a.token_ids, b.token_ids)
-            for visit, a, b in zip(visits, replies[one], replies[other], strict=True)
+        partings = [
+            Parting(n, *judged(visit, a, b, judge, causes))
+            for n, (visit, a, b) in enumerate(
+                zip(visits, replies[one], replies[other], strict=True)
+            )
             if parted(visit, a, b)
         ]
+        ways_of = {"one": one, "other": other, "dtype": str(judge.dtype).removeprefix("torch.")}
         record.add(
-            {"one": one, "other": other, "dtype": str(judge.dtype).removeprefix("torch.")},
+            ways_of,
             {},
             {
                 "requests": float(len(visits)),
                 "left": float(sum(visit.patience is not None for visit in visits)),
-                "differing": float(len(margins)),
-                "greatest_margin": max(margins, default=0.0),
-                "near_tie": judge.near_tie,
+                **summary(partings, judge.near_tie),
                 "rounding_moves_median": float(np.median(moved)),
                 "rounding_moves_p99": float(np.quantile(moved, 0.99)),
                 "rounding_moves_most": float(moved.max()),
             },
         )
-        if margins:
-            print(f"margins: {sorted(margins)}", file=sys.stderr)
-        good &= all(margin <= judge.near_tie for margin in margins)
+        add_causes(record, ways_of, partings, judge.near_tie)
+        good &= all(parting.verdict(judge.near_tie) != "unexplained" for parting in partings)
     return good
+
+
+class Parting(NamedTuple):
+    """margin is inf, and there is no cause, where a reply ended early; near ties need none."""
+
+    visit: int
+    margin: float
+    cause: Cause | None
+
+    def verdict(self, near_tie: float) -> str:
+        if self.margin <= near_tie:
+            return "near tie"
+        return "unexplained" if self.cause is None else self.cause.verdict(near_tie)
+
+
+def judged(
+    visit: Visit, a: Reply, b: Reply, judge: Judge, causes: Causes
+) -> tuple[float, Cause | None]:
+    margin = judge.margin(visit, a.token_ids, b.token_ids)
+    if margin <= judge.near_tie:
+        return margin, None
+    return margin, causes.of(visit, a.token_ids, b.token_ids)
+
+
+def summary(partings: Sequence[Parting], near_tie: float) -> dict[str, float]:
+    verdicts = [parting.verdict(near_tie) for parting in partings]
+    unexplained = [
+        parting.margin
+        for parting, verdict in zip(partings, verdicts, strict=True)
+        if verdict == "unexplained"
+    ]
+    return {
+        "differing": float(len(partings)),
+        "greatest_margin": max((parting.margin for parting in partings), default=0.0),
+        "near_tie": near_tie,
+        "near_ties": float(verdicts.count("near tie")),
+        "by_experts": float(verdicts.count("experts")),
+        "by_rounding": float(verdicts.count("rounding")),
+        "unexplained": float(len(unexplained)),
+        "greatest_unexplained": max(unexplained, default=0.0),
+    }
+
+
+def add_causes(
+    record: Record, ways: dict[str, str], partings: Sequence[Parting], near_tie: float
+) -> None:
+    """A row a parting above the bound, and the near ties' margins in a line."""
+    for parting in partings:
+        verdict = parting.verdict(near_tie)
+        if verdict != "near tie":
+            params = {**ways, "visit": parting.visit, "verdict": verdict}
+            figures = parting.cause.figures() if parting.cause else {"margin": parting.margin}
+            record.add(params, {}, figures)
+    if near := sorted(p.margin for p in partings if p.margin <= near_tie):
+        print(f"margins of near ties: {', '.join(f'{m:.3g}' for m in near)}", file=sys.stderr)
 
 
 def parted(visit: Visit, a: Reply, b: Reply) -> bool:

@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from judge import Judge, margin_of, slack
+from judge import Judge, margin_of, needs_of, slack
 from traffic import demo_prompts, draw_visits
 
 from kdray.config import EngineConfig
@@ -48,6 +48,18 @@ def test_a_token_that_only_a_wrong_draw_gives_is_far() -> None:
     assert margin_of(LOGITS, params, 5, (token, 4)) > 1
     cut = SamplingParams(temperature=1.0, top_k=2, seed=3)
     assert margin_of(LOGITS, cut, 5, (draw(LOGITS, cut, 3, 5), 3)) >= 2.4
+
+
+def test_what_each_of_two_tokens_needs() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    assert needs_of(LOGITS, greedy, 5, (2, 0)) == pytest.approx((2.0, 0.0))
+    for seed in range(20):
+        drawn = SamplingParams(temperature=1.0, top_k=3, seed=seed)
+        token = draw(LOGITS, drawn, seed, 5)
+        for other in {0, 1, 2, 3} - {token}:
+            need = needs_of(LOGITS, drawn, 5, (token, other))
+            assert need[0] == 0 < need[1] == margin_of(LOGITS, drawn, 5, (token, other))
+            assert needs_of(LOGITS, drawn, 5, (other, token)) == need[::-1]
 
 
 def test_slack_is_counted_from_the_edge() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from causes import SHAPES, WHOLE
-from plain_passes import PlainPasses, Shape
+from causes import ORDERS, WHOLE
+from plain_passes import NUDGED, PlainPasses, Shape, nudged
 from plain_rows import chunk, round_rows, tree
 
 from kdray.demo import target_path
@@ -28,7 +28,7 @@ def passes() -> PlainPasses:
 def test_in_fp32_every_shape_gives_the_same(passes: PlainPasses, text: list[int]) -> None:
     whole = passes.run(text, WHOLE)
     assert whole.expert.shape == (5, len(text), 2) and whole.gap.shape == (5, len(text))
-    for shape in SHAPES:
+    for shape in ORDERS:
         passed = passes.run(text, shape)
         assert abs(passed.logits - whole.logits).max() < 1e-4, shape
         assert torch.allclose(passed.gap, whole.gap, atol=1e-4), shape
@@ -64,3 +64,12 @@ def test_a_tree_holds_the_text_and_a_wrong_sibling_at_each_depth() -> None:
     assert batch.position.tolist() == [1, 2, 2, 3, 3, 0, 1, 1, 1, 1]
     assert batch.slot.tolist() == [1, 2, 3, 4, 5, 16, 17, 18, 19, 20]
     assert batch.attention.mask[0, :, 0].tolist() == [0b1, 0b11, 0b101, 0b1101, 0b10101]
+
+
+def test_a_nudge_moves_some_numbers_to_the_next_ones() -> None:
+    embedding = torch.randn(500, 64).bfloat16()
+    moved = nudged(embedding, 3)
+    places = moved != embedding
+    assert abs(float(places.float().mean()) * NUDGED - 1) < 0.3
+    assert ((moved - embedding).abs() <= embedding.abs() * 2.0**-7).all()
+    assert torch.equal(nudged(embedding, 3), moved) and not torch.equal(nudged(embedding, 4), moved)
