@@ -161,10 +161,12 @@ class PlainPasses:
 def nudged(embedding: Tensor, seed: int) -> Tensor:
     """One in NUDGED of its numbers, drawn by the seed, is the next one up or down in its dtype."""
     dice = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(2 * NUDGED, embedding.shape, generator=dice).to(embedding.device)
-    up, down = (torch.full_like(embedding, bound) for bound in (torch.inf, -torch.inf))
-    moved = torch.where(drawn == 0, torch.nextafter(embedding, up), embedding)
-    return torch.where(drawn == 1, torch.nextafter(embedding, down), moved)
+    drawn = torch.randint(2 * NUDGED, embedding.shape, generator=dice)
+    numbers = embedding.cpu()  # so that a seed moves the same ones on every device
+    up, down = (torch.full_like(numbers, bound) for bound in (torch.inf, -torch.inf))
+    moved = torch.where(drawn == 0, torch.nextafter(numbers, up), numbers)
+    moved = torch.where(drawn == 1, torch.nextafter(numbers, down), moved)
+    return moved.to(embedding.device)
 
 
 def lay_out_of(shape: Shape) -> Callable[[Sequence[Part], int, torch.device], ForwardBatch]:
