@@ -9,10 +9,10 @@ the experts that the exact model chooses for it. If they no longer reach both to
 experts, which a narrow choice lets rounding decide.
 
 What is compared with is no engine: whole texts in caches of their own, without scheduler, drafter,
-pages that move or commit. A wrong mask, cache, position or draw in an engine gives a token that no
-such pass comes near, and stays unexplained. Only what the passes share with the engine, the model
-and its ops, cannot be found wrong here; that is what the exact model on the CPU is for, from which
-margins are counted, and the tests of every op.
+pages that move or commit. A token that a wrong mask, cache, position or draw in an engine gives is
+one that no such pass comes near, and stays unexplained, unless the fault moves this pair no further
+than rounding does. What the passes share with the engine, the model and its ops, cannot be found
+wrong here: the tests of every op do that.
 """
 
 from __future__ import annotations
