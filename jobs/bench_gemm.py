@@ -19,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,6 +35,7 @@ from kdray.kernels.cuda_gemm import CudaGemm
 from kdray.kernels.gemm_plan import GemmShape
 from kdray.kernels.loader import KernelLoader
 
+Made = Tensor | tuple[Tensor, ...]
 TOKENS = (1, 4, 8, 9, 16, 17, 32, 33, 64)
 COLD_BYTES = 256 << 20
 MOST_SETS = 64
@@ -41,20 +43,23 @@ MOST_SETS = 64
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of a layer's matrices; `gated`: gate and up, with the SwiGLU behind them."""
+    """One of a layer's matrices; `gated`: gate and up, with the SwiGLU behind them; `beside`: of
+    its last outputs so many are such a gated matrix of their own, in the same launch."""
 
     name: str
     shape: GemmShape
     dtype: torch.dtype = torch.bfloat16
     gated: bool = False
+    beside: int = 0
 
     @property
     def num_bytes(self) -> int:
         return 2 * self.shape.inputs * self.shape.outputs * self.shape.heads
 
     def moved(self, tokens: int) -> int:
-        numbers = self.shape.outputs // (1 + self.gated) * self.dtype.itemsize
-        return self.num_bytes + tokens * self.shape.heads * (2 * self.shape.inputs + numbers)
+        numbers = (self.shape.outputs - self.beside) // (1 + self.gated) * self.dtype.itemsize
+        row = 2 * self.shape.inputs + numbers + self.beside  # half as many, of 2 bytes
+        return self.num_bytes + tokens * self.shape.heads * row
 
 
 MATRICES = (
@@ -62,6 +67,7 @@ MATRICES = (
     Matrix("q_up", GemmShape(1536, 1536)),
     Matrix("attention_out", GemmShape(1024, 7168)),
     Matrix("router", GemmShape(7168, 384), torch.float32),
+    Matrix("router_shared", GemmShape(7168, 896), torch.float32, beside=512),
     Matrix("shared_up", GemmShape(7168, 512)),
     Matrix("shared_gated", GemmShape(7168, 512), gated=True),
     Matrix("shared_down", GemmShape(256, 7168)),
@@ -126,27 +132,36 @@ def rows_of(matrix: Matrix, tokens: int) -> Tensor:
     return torch.randn(tokens, matrix.shape.heads, matrix.shape.inputs, device="cuda").bfloat16()
 
 
-def product(gemm: CudaGemm, matrix: Matrix, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+def product(gemm: CudaGemm, matrix: Matrix, x: Tensor, weight: Tensor) -> Callable[[], Made]:
     if matrix.shape.heads > 1:
         return lambda: gemm.per_head(x, weight)
     rows, whole = x[:, 0], weight[0]
+    if matrix.beside:
+        plain, gate_up = whole.tensor_split([-matrix.beside], dim=1)
+        return lambda: gemm.linear_and_gated(rows, plain, gate_up, dtype=matrix.dtype)
     if matrix.gated:
         return lambda: gemm.gated_linear(rows, whole)
     return lambda: gemm.linear(rows, whole, dtype=matrix.dtype)
 
 
-def by_torch(fused: CudaFused, matrix: Matrix, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+def by_torch(fused: CudaFused, matrix: Matrix, x: Tensor, weight: Tensor) -> Callable[[], Made]:
     if matrix.shape.heads > 1:
         return lambda: fused.per_head(x, weight)
     rows, whole = x[:, 0], weight[0]
+    if matrix.beside:
+        plain, gate_up = whole.tensor_split([-matrix.beside], dim=1)
+        linear = partial(reference_gemm.linear, rows, plain, dtype=matrix.dtype)
+        return lambda: (linear(), fused.swiglu(rows @ gate_up))
     if matrix.gated:
         return lambda: fused.swiglu(rows @ whole)
     return lambda: reference_gemm.linear(rows, whole, dtype=matrix.dtype)
 
 
-def compare(matrix: Matrix, ours: Tensor, theirs: Tensor) -> None:
-    if (ours.double() - theirs.double()).norm() > 0.01 * theirs.double().norm():
-        raise SystemExit(f"{matrix.name} differs from torch")
+def compare(matrix: Matrix, ours: Made, theirs: Made) -> None:
+    parts = ((made,) if isinstance(made, Tensor) else made for made in (ours, theirs))
+    for found, wanted in zip(*parts, strict=True):
+        if (found.double() - wanted.double()).norm() > 0.01 * wanted.double().norm():
+            raise SystemExit(f"{matrix.name} differs from torch")
 
 
 if __name__ == "__main__":

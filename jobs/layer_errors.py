@@ -129,6 +129,13 @@ class Heard(NamedTuple):
         self.chosen.append(routing.expert)
         return routing
 
+    def route_beside(
+        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
+    ) -> tuple[Routing, Tensor]:
+        routing, inner = self.router.route_beside(x, gate_up, live)
+        self.chosen.append(routing.expert)
+        return routing, inner
+
 
 class Told(NamedTuple):
     """A router that takes the experts another one chose, and gives them its own weights."""
@@ -142,6 +149,11 @@ class Told(NamedTuple):
         if rule.normalize:
             weight = weight / weight.sum(1, keepdim=True)
         return Routing(expert, weight * rule.scale)
+
+    def route_beside(
+        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
+    ) -> tuple[Routing, Tensor]:
+        return self.route(x, live), self.router.ops.gated_linear(x, gate_up)
 
 
 class Passes:

@@ -45,7 +45,7 @@ from kdray.kernels.gemm_plan import (
 )
 from kdray.kernels.gemm_table import MOST_RUNS, MOST_STEPS
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.nvrtc import read_source
+from kdray.kernels.nvrtc import KernelSource, read_source
 
 
 class Trial(NamedTuple):
@@ -53,8 +53,14 @@ class Trial(NamedTuple):
     tiles: int
     plan: GemmPlan
 
+    def source(self, arch: str) -> KernelSource:
+        name = "skinny_gemm_pair" if self.matrix.beside else "skinny_gemm"
+        return read_source(name, arch, self.defines())
+
     def defines(self) -> dict[str, str | int]:
         steps = self.matrix.shape.steps
+        if self.matrix.beside:
+            return cuda_gemm.pair_defines(self.plan, self.tiles, steps, 1, self.matrix.dtype)
         return cuda_gemm.defines(
             self.plan, self.tiles, steps, 1, self.matrix.gated, self.matrix.dtype
         )
@@ -110,16 +116,20 @@ def key_of(shape: GemmShape) -> tuple[int, int, int]:
 
 def trials_of(matrix: Matrix, most_runs: int, plans: int) -> Iterator[Trial]:
     """The plans of each tile count that should be quick, of the numbers of runs that should."""
-    ranked = {runs: plans_of(matrix.shape, runs) for runs in run_counts(matrix.shape)}
+    ranked = {runs: plans_of(matrix.shape, runs) for runs in run_counts(matrix)}
     whole = {runs: by_tiles for runs, by_tiles in ranked.items() if all(by_tiles.values())}
     for runs in sorted(whole, key=lambda runs: guess(matrix.shape, whole[runs]))[:most_runs]:
         for tiles, quick in whole[runs].items():
             yield from (Trial(matrix, tiles, plan) for plan in quick[:plans])
 
 
-def run_counts(shape: GemmShape) -> Iterator[int]:
-    """Powers of two that leave a run some steps, not too many, and the device enough of them."""
-    runs = 1
+def run_counts(matrix: Matrix) -> Iterator[int]:
+    """Powers of two that leave a run some steps, not too many, and the device enough of them; of
+    two matrices in one launch the one that the first has alone."""
+    shape, runs = matrix.shape, 1
+    if matrix.beside:
+        yield gemm_table.runs_of(GemmShape(shape.inputs, shape.outputs - matrix.beside))
+        return
     while runs <= MOST_RUNS and 2 * runs <= shape.steps:
         if shape.steps <= runs * MOST_STEPS and runs * shape.tiles * shape.heads >= 128:
             yield runs
@@ -143,7 +153,7 @@ def guess(shape: GemmShape, ranked: Ranked) -> float:
 
 def compile_all(trials: Sequence[Trial], arch: str) -> None:
     """Into the cache that the loader reads."""
-    sources = {read_source("skinny_gemm", arch, trial.defines()) for trial in trials}
+    sources = {trial.source(arch) for trial in trials}
     print(f"{len(trials)} trials, {len(sources)} kernels to compile", flush=True)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for _ in pool.map(CubinCache().path, sources, chunksize=4):

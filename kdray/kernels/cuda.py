@@ -129,6 +129,11 @@ class CudaOps:
     def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
         return self._gemm.gated_linear(x, gate_up)
 
+    def linear_and_gated(
+        self, x: Tensor, weight: Tensor, gate_up: Tensor, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._gemm.linear_and_gated(x, weight, gate_up, dtype=dtype)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self._fused.swiglu(gate_up)
 

@@ -1,4 +1,4 @@
-"""Launches skinny_gemm.cu: up to 128 rows of bf16 times a matrix.
+"""Launches skinny_gemm.cu, skinny_gemm_pair.cu: up to 128 rows of bf16 times a matrix or two.
 
 What it does not take (other dtypes, more rows, a matrix whose inputs do not lie side by side) runs
 by reference_gemm.py, which is the library's call. Nothing waits for the device; all may be captured
@@ -7,6 +7,7 @@ in a graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,7 +26,7 @@ from kdray.kernels.gemm_plan import (
     token_tiles_for,
     work_words,
 )
-from kdray.kernels.gemm_table import plan_for
+from kdray.kernels.gemm_table import pair_plan_for, plan_for
 from kdray.kernels.loader import KernelLoader
 
 WARP = 32
@@ -72,6 +73,27 @@ class CudaGemm:
         self._launch(out[:, None], x[:, None], gate_up[None], None, gated=True)
         return out
 
+    def linear_and_gated(
+        self, x: Tensor, weight: Tensor, gate_up: Tensor, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One launch where both matrices are of as many runs."""
+        dtype = x.dtype if dtype is None else dtype
+        plan = self._pair_plan(x, weight, gate_up) if dtype in OUT_DTYPES else None
+        if plan is None:
+            return self.linear(x, weight, dtype=dtype), self.gated_linear(x, gate_up)
+        outputs, inner = weight.shape[1], gate_up.shape[1] // 2
+        out = torch.empty(len(x), outputs, dtype=dtype, device=x.device)
+        gates = x.new_empty(len(x), inner)
+        cut = _Cut(plan, _joined(plan, weight, gate_up), len(x))
+        self._start(
+            "skinny_gemm_pair",
+            pair_defines(plan, cut.tiles, cut.shape.steps, cut.groups, dtype),
+            cut,
+            (out, gates, x, weight, gate_up),
+            (x.shape[1], outputs, inner, x.stride(0), weight.stride(1), gate_up.stride(1)),
+        )
+        return out, gates
+
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """As in Ops, for what takes_heads allows."""
         if out is None:
@@ -83,32 +105,51 @@ class CudaGemm:
         self, out: Tensor, x: Tensor, weight: Tensor, add: Tensor | None, *, gated: bool
     ) -> None:
         """out [T, H, B], x [T, H, A], weight [H, A, B], whose A lie side by side."""
-        tokens, (heads, inputs, outputs) = len(x), weight.shape
-        shape, tiles = GemmShape(inputs, outputs, heads), token_tiles_for(tokens)
-        plan = self._plan or plan_for(shape, tiles)
-        groups = -(-tokens // (TOKEN_TILE * tiles))
-        across = -(-outputs // plan.rows)
-        kernel = self._loader.get(
-            "skinny_gemm",
-            "skinny_gemm",
-            defines(plan, tiles, shape.steps, groups, gated, out.dtype),
-        )
-        words = work_words(shape, tiles, plan, groups)
-        work = self._workspace(words, x.device) if words else None
+        heads, inputs, outputs = weight.shape
+        shape = GemmShape(inputs, outputs, heads)
+        cut = _Cut(self._plan or plan_for(shape, token_tiles_for(len(x))), shape, len(x))
         strides = (
             *(x.stride(0), x.stride(1)),
             *(weight.stride(2), weight.stride(0)),
             *(out.stride(0), out.stride(1)),
         )
-        pieces = groups * across
-        grid = (pieces, plan.split, heads) if tiles == 1 else (plan.split, pieces, heads)
-        kernel.launch(
-            grid,
-            WARP * plan.warps,
-            (out, x, weight, add, work, tokens, inputs, outputs, *strides),
-            shared_bytes=shared_bytes(plan, tiles, shape.steps),
+        self._start(
+            "skinny_gemm",
+            defines(cut.plan, cut.tiles, shape.steps, cut.groups, gated, out.dtype),
+            cut,
+            (out, x, weight, add),
+            (inputs, outputs, *strides),
+        )
+
+    def _start(
+        self,
+        name: str,
+        defines: dict[str, str | int],
+        cut: _Cut,
+        arrays: tuple[Tensor | None, ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        words = work_words(cut.shape, cut.tiles, cut.plan, cut.groups)
+        work = self._workspace(words, self.device) if words else None
+        self._loader.get(name, name, defines).launch(
+            cut.grid,
+            WARP * cut.plan.warps,
+            (*arrays, work, cut.tokens, *sizes),
+            shared_bytes=shared_bytes(cut.plan, cut.tiles, cut.shape.steps),
             overlap=True,
         )
+
+    def _pair_plan(self, x: Tensor, weight: Tensor, gate_up: Tensor) -> GemmPlan | None:
+        """None where one launch cannot do it."""
+        if not takes(x, weight) or not takes(x, gate_up) or gate_up.shape[1] % (2 * VECTOR):
+            return None
+        first, second = (GemmShape(*matrix.shape) for matrix in (weight, gate_up))
+        tiles = token_tiles_for(len(x))
+        plan = self._plan or pair_plan_for(first, second, tiles)
+        if plan is None:
+            return None
+        words = work_words(_joined(plan, weight, gate_up), tiles, plan, MOST_GROUPS)
+        return plan if words <= WORK_WORDS else None
 
     def _workspace(self, words: int, device: torch.device) -> Tensor:
         """All words empty, as every launch leaves them."""
@@ -120,6 +161,35 @@ class CudaGemm:
                 "give this shape a plan of fewer blocks over inputs (gemm_table.py)"
             )
         return self._work
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A launch: its plan, the matrix (two: joined) it is a plan of, and the rows of x."""
+
+    plan: GemmPlan
+    shape: GemmShape
+    tokens: int
+
+    @property
+    def tiles(self) -> int:
+        return token_tiles_for(self.tokens)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.tokens // (TOKEN_TILE * self.tiles))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        pieces = self.groups * -(-self.shape.outputs // self.plan.rows)
+        split, heads = self.plan.split, self.shape.heads
+        return (pieces, split, heads) if self.tiles == 1 else (split, pieces, heads)
+
+
+def _joined(plan: GemmPlan, *matrices: Tensor) -> GemmShape:
+    """Matrices [in, out] below one another, each of whole blocks."""
+    blocks = sum(-(-matrix.shape[1] // plan.rows) for matrix in matrices)
+    return GemmShape(matrices[0].shape[0], blocks * plan.rows)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -166,6 +236,15 @@ def defines(
         "GATED": int(gated),
         "OUT_FP32": int(dtype == torch.float32),
     }
+
+
+@cache
+def pair_defines(
+    plan: GemmPlan, token_tiles: int, steps: int, groups: int, dtype: torch.dtype
+) -> dict[str, str | int]:
+    """What skinny_gemm_pair.cu is compiled with: the second product is gated, the first is not."""
+    found = defines(plan, token_tiles, steps, groups, False, dtype)
+    return {name: value for name, value in found.items() if name != "GATED"}
 
 
 def _in_steps(x: Tensor, unit: int) -> bool:

@@ -90,11 +90,27 @@ def runs_of(shape: GemmShape) -> int:
 
 @cache
 def plan_for(shape: GemmShape, token_tiles: int) -> GemmPlan:
-    runs = runs_of(shape)
+    plan = _plan_of(shape, runs_of(shape), token_tiles)
+    assert plan is not None, "runs_of leaves some"
+    return plan
+
+
+@cache
+def pair_plan_for(first: GemmShape, second: GemmShape, token_tiles: int) -> GemmPlan | None:
+    """For two matrices of the same inputs in one launch, of as many runs as each has alone; None
+    where these differ. PLANS has it under the matrix that they are together."""
+    runs = runs_of(first)
+    if runs_of(second) != runs:
+        return None
+    return _plan_of(GemmShape(first.inputs, first.outputs + second.outputs), runs, token_tiles)
+
+
+def _plan_of(shape: GemmShape, runs: int, token_tiles: int) -> GemmPlan | None:
     measured = PLANS.get((shape.inputs, shape.outputs, shape.heads, token_tiles))
     if measured is not None and GemmPlan(*measured).runs == runs:
         return GemmPlan(*measured)
     return min(
         candidates(shape, runs, token_tiles),
         key=lambda plan: (estimated_us(shape, token_tiles, plan), astuple(plan)),
+        default=None,
     )

@@ -253,6 +253,12 @@ class Ops(Protocol):
         """swiglu(linear(x, gate_up)): x [T, E], gate_up [E, 2 I] -> [T, I]."""
         ...
 
+    def linear_and_gated(
+        self, x: Tensor, weight: Tensor, gate_up: Tensor, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """linear(x, weight, dtype=dtype) and gated_linear(x, gate_up), to the bit."""
+        ...
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[.., 2 I], gate then up -> silu(gate) * up [.., I]."""
         ...

@@ -41,7 +41,7 @@ from kdray.kernels.reference_attention import (
     tile_batch,
 )
 from kdray.kernels.reference_draft import BlockView, attend_blocks
-from kdray.kernels.reference_gemm import gated_linear, linear
+from kdray.kernels.reference_gemm import gated_linear, linear, linear_and_gated
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -55,6 +55,7 @@ class ReferenceOps:
     swiglu = staticmethod(reference_fused.swiglu)
     linear = staticmethod(linear)
     gated_linear = staticmethod(gated_linear)
+    linear_and_gated = staticmethod(linear_and_gated)
     route_experts = staticmethod(reference_fused.route_experts)
     moe_w4a16 = staticmethod(reference_moe.moe_w4a16)
 

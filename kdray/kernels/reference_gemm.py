@@ -28,3 +28,10 @@ def linear(
 def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """As in Ops."""
     return swiglu(linear(x, gate_up))
+
+
+def linear_and_gated(
+    x: Tensor, weight: Tensor, gate_up: Tensor, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """As in Ops."""
+    return linear(x, weight, dtype=dtype), gated_linear(x, gate_up)

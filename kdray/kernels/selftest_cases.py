@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
+from kdray.kernels import selftest_products
 from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
 from kdray.kernels.ops import (
@@ -126,29 +127,6 @@ def _norm(ops: Ops, given: Inputs) -> Outputs:
 def _add_norm(ops: Ops, given: Inputs) -> Outputs:
     x, delta = (given.drawn(seed, 5, given.sizes.width) for seed in (9, 10))
     return ops.add_rms_norm(x, delta, given.norm(given.sizes.width))
-
-
-def _per_head(ops: Ops, given: Inputs) -> Outputs:
-    sizes = given.sizes
-    x = given.drawn(12, 5, sizes.heads, sizes.nope)
-    up = given.drawn(13, sizes.heads, sizes.latent, sizes.nope).mT * sizes.nope**-0.5
-    given.settle()
-    return [ops.per_head(x, up)]
-
-
-def _linear(ops: Ops, given: Inputs) -> Outputs:
-    """A narrow product by both precisions, and the one behind attention with what it adds to."""
-    sizes = given.sizes
-    x, heads = given.drawn(14, 5, sizes.width), given.drawn(15, 5, sizes.heads * sizes.value)
-    narrow = given.matrix(16, sizes.width, 64)
-    behind = given.matrix(26, sizes.heads * sizes.value, sizes.width)
-    wide = ops.linear(x, narrow, dtype=torch.float32)
-    return [ops.linear(x, narrow), wide, ops.linear(heads, behind, add=x)]
-
-
-def _gated_linear(ops: Ops, given: Inputs) -> Outputs:
-    width = given.sizes.width
-    return [ops.gated_linear(given.drawn(17, 5, width), given.matrix(18, width, 128))]
 
 
 def _swiglu(ops: Ops, given: Inputs) -> Outputs:
@@ -276,9 +254,10 @@ CASES: dict[str, Case] = {
     "draft_attention": _draft_attention,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
-    "per_head": _per_head,
-    "linear": _linear,
-    "gated_linear": _gated_linear,
+    "per_head": selftest_products.per_head,
+    "linear": selftest_products.linear,
+    "gated_linear": selftest_products.gated_linear,
+    "linear_and_gated": selftest_products.linear_and_gated,
     "swiglu": _swiglu,
     "route_experts": _router,
     "moe_w4a16": _experts,

@@ -70,27 +70,30 @@ __device__ __forceinline__ float gated(float gate, float up)
     return multiply(rounded(divide(x, 1.0f + expf(-x))), rounded(up));
 }
 
+template <bool FP32>
 __device__ __forceinline__ void store(void* out, const void* add, i64 at, float4 v)
 {
-#if OUT_FP32
-    if (add) v = v + *(const float4*)((const float*)add + at);
-    *(float4*)((float*)out + at) = v;
-#else
-    if (add) {
-        const uint2 more = *(const uint2*)((const u16*)add + at);
-        v = v + float4{bf16_low(more.x), bf16_high(more.x), bf16_low(more.y), bf16_high(more.y)};
+    if constexpr (FP32) {
+        if (add) v = v + *(const float4*)((const float*)add + at);
+        *(float4*)((float*)out + at) = v;
+    } else {
+        if (add) {
+            const uint2 more = *(const uint2*)((const u16*)add + at);
+            v = v +
+                float4{bf16_low(more.x), bf16_high(more.x), bf16_low(more.y), bf16_high(more.y)};
+        }
+        *(uint2*)((u16*)out + at) = {bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
     }
-    *(uint2*)((u16*)out + at) = {bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
-#endif
 }
 
 // Units of four outputs, of which a token has UNITS: where the sums of the block's warps lie.
-constexpr int UNITS = GATED ? VECTORS / 2 : VECTORS;
+template <bool GATES>
 struct Unit {
+    static constexpr int UNITS = GATES ? VECTORS / 2 : VECTORS;
     u32 token, unit, vector;
 
     __device__ explicit Unit(u32 u)
-        : token(u / UNITS), unit(u % UNITS), vector(GATED ? unit / 2 * 4 + unit % 2 : unit)
+        : token(u / UNITS), unit(u % UNITS), vector(GATES ? unit / 2 * 4 + unit % 2 : unit)
     {
     }
     __device__ int word() const { return token * VECTORS + vector; }
@@ -112,41 +115,43 @@ __device__ __forceinline__ float4 merged(const float4& own, uint4* work, const P
 }
 
 // A unit's sums, left for another block, or, `here`, to where they go.
+template <bool GATES, bool FP32>
 __device__ __forceinline__ void settle(const float* part, void* out, const void* add, uint4* work,
-                                       const Sizes& sizes, const Place& place, const Unit& unit,
-                                       bool here)
+                                       const Sizes& sizes, const Place& place, u32 u, bool here)
 {
+    const Unit<GATES> unit(u);
     float4 sum = merged(unit.own(part, place, 0), work, place, unit.word(), here);
-#if GATED
-    const float4 up = merged(unit.own(part, place, 2), work, place, unit.word() + 2, here);
-    sum = {gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w)};
-#endif
-    const int feature = place.tile * (UNITS * 4) + unit.unit * 4;
-    if (!here || feature >= sizes.outputs / (GATED + 1)) return;
+    if constexpr (GATES) {
+        const float4 up = merged(unit.own(part, place, 2), work, place, unit.word() + 2, here);
+        sum = {gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w)};
+    }
+    const int feature = place.tile * (unit.UNITS * 4) + unit.unit * 4;
+    if (!here || feature >= sizes.outputs / (GATES + 1)) return;
     const i64 at = (i64)(place.first + unit.token) * sizes.out_token +
                    (i64)blockIdx.z * sizes.out_head + feature;
-    store(out, add, at, sum);
+    store<FP32>(out, add, at, sum);
 }
 
 // Sums of the block's warps, and of the other blocks, to where they go.
+template <bool GATES, bool FP32>
 __device__ __forceinline__ void finish(const float* part, void* out, const void* add, uint4* work,
                                        const Sizes& sizes, const Place& place)
 {
-    const u32 units = place.tokens * UNITS;
+    const u32 units = place.tokens * Unit<GATES>::UNITS;
     if constexpr (MANY && SPLIT > 1) {
         constexpr u32 LINE = 8;  // a block's units that lie side by side, to write whole lines
 #pragma unroll 1
         for (u32 u = threadIdx.x; u < units; u += THREADS)
-            settle(part, out, add, work, sizes, place, Unit(u), false);
+            settle<GATES, FP32>(part, out, add, work, sizes, place, u, false);
 #pragma unroll 1
         for (u32 i = threadIdx.x;; i += THREADS) {
             const u32 u = (i / LINE * SPLIT + place.split) * LINE + i % LINE;
             if (u >= units) break;
-            settle(part, out, add, work, sizes, place, Unit(u), true);
+            settle<GATES, FP32>(part, out, add, work, sizes, place, u, true);
         }
     } else {
 #pragma unroll 1
         for (u32 u = threadIdx.x; u < units; u += THREADS)
-            settle(part, out, add, work, sizes, place, Unit(u), place.split == SPLIT - 1);
+            settle<GATES, FP32>(part, out, add, work, sizes, place, u, place.split == SPLIT - 1);
     }
 }

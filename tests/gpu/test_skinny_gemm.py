@@ -63,6 +63,44 @@ def test_gated_linear(gemm: CudaGemm, loader: KernelLoader, inputs: int, inner: 
         assert torch.equal(gemm.gated_linear(x, weight), fused.swiglu(gemm.linear(x, weight)))
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "inner"), [(7168, 384, 256), (7168, 72, 24)])
+def test_a_pair_is_its_two_products(gemm: CudaGemm, inputs: int, outputs: int, inner: int) -> None:
+    for tokens in TOKENS:
+        cases.check_pair(gemm, tokens, inputs, outputs, inner)
+    assert gemm._work is not None and bool((gemm._work == -1).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 65])
+def test_a_pair_in_a_graph_follows_its_input(gemm: CudaGemm, tokens: int) -> None:
+    """Behind the product that writes its rows, and in front of one that reads what it made."""
+    x = cases.drawn(1, tokens, 256).to(gemm.device)
+    shapes = [(256, 7168), (7168, 384), (7168, 512), (256, 7168)]
+    up, weight, gate_up, down = (
+        (cases.matrix(n, *shape, gemm.device).T * shape[0] ** -0.5).T
+        for n, shape in enumerate(shapes)
+    )
+    cases.settle(gemm.device)
+
+    def run(pair: bool) -> tuple[Tensor, Tensor]:
+        rows = gemm.linear(x, up)
+        if pair:
+            logits, inner = gemm.linear_and_gated(rows, weight, gate_up, dtype=torch.float32)
+        else:
+            logits = gemm.linear(rows, weight, dtype=torch.float32)
+            inner = gemm.gated_linear(rows, gate_up)
+        return logits, gemm.linear(inner, down)
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(True)
+    for seed in range(20):
+        x.copy_(cases.drawn(seed, *x.shape))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, run(False)))
+
+
 @pytest.mark.parametrize(("inputs", "outputs", "dtype"), MATRICES)
 def test_a_row_does_not_depend_on_its_batch(
     gemm: CudaGemm, inputs: int, outputs: int, dtype: torch.dtype

@@ -80,6 +80,21 @@ def check_gated(gemm: CudaGemm, tokens: int, inputs: int, inner: int) -> None:
     assert (found != wanted).double().mean() < 0.02
 
 
+def check_pair(gemm: CudaGemm, tokens: int, inputs: int, outputs: int, inner: int) -> None:
+    """Both products of one launch are what each is by itself, to the bit, whatever the dtype."""
+    device = gemm.device
+    x = drawn(1, tokens, inputs + 16).to(device)[:, 8 : inputs + 8]
+    weight, gate_up = matrix(2, inputs, outputs, device), matrix(3, inputs, 2 * inner, device)
+    gate_up = (gate_up.T * inputs**-0.5).T
+    settle(device)
+    assert gemm._pair_plan(x, weight, gate_up) is not None
+    for dtype in (torch.float32, None):
+        found, gates = gemm.linear_and_gated(x, weight, gate_up, dtype=dtype)
+        assert torch.equal(found, gemm.linear(x, weight, dtype=dtype))
+        assert found.dtype == (dtype or x.dtype)
+        assert torch.equal(gates, gemm.gated_linear(x, gate_up))
+
+
 def check_heads(gemm: CudaGemm, tokens: int, heads: int, inputs: int, outputs: int) -> None:
     """Queries are the front of wider rows, results go to the front of wider rows."""
     device = gemm.device

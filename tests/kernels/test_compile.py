@@ -22,7 +22,7 @@ from kdray.kernels import (
     gemm_plan,
 )
 from kdray.kernels.gemm_plan import TOKEN_TILES, GemmShape
-from kdray.kernels.gemm_table import plan_for
+from kdray.kernels.gemm_table import pair_plan_for, plan_for
 from kdray.kernels.loader import MAX_BLOCK_BYTES, Cubin, compile_cubin
 from kdray.kernels.nvrtc import FOLDER, Defines
 from tests.kernels.fused_cases import RULES
@@ -51,6 +51,8 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
+    ("skinny_gemm_pair", ""): 128,
+    ("skinny_gemm_pair", "TOKEN_TILES=8"): 168,
 }
 ATTENTION_DIMS = ((512, 64), (64, 16), (128, 32))
 DRAFT_SHAPES = tuple(product(cuda_draft.STAGES, cuda_draft.TILES))
@@ -65,6 +67,10 @@ GEMMS = [  # a rank's matrices of Kimi K2.6 over 8: (shape, gated, dtype of the 
     (GemmShape(128, 512, 8), False, torch.bfloat16),
     (GemmShape(512, 128, 8), False, torch.bfloat16),
 ]
+PAIR = (GemmShape(7168, 384), GemmShape(7168, 512))  # the router, and a shared expert's first
+PAIR_PLANS = {
+    tiles: plan for tiles in TOKEN_TILES if (plan := pair_plan_for(*PAIR, tiles)) is not None
+}
 GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
 # width, inner, top_k; 9 of 2048: the parts of a drafter's MLP of 18432
 MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (7168, 2048, 9), (512, 96, 2))
@@ -98,6 +104,10 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "skinny_gemm": [
         cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
         for (shape, gated, dtype), tiles in GEMM_CASES
+    ],
+    "skinny_gemm_pair": [
+        cuda_gemm.pair_defines(plan, tiles, PAIR[0].steps, 1, torch.float32)
+        for tiles, plan in PAIR_PLANS.items()
     ],
     "sort_rows": [
         cuda_moe.sort_defines(experts, tiles) for experts in (8, 384, 1024) for tiles in (1, 4)
@@ -167,6 +177,13 @@ def test_products_fit_with_their_dynamic_memory() -> None:
         fixed = gemm_plan.static_bytes(plan, tiles)
         whole = gemm_plan.shared_bytes(plan, tiles, shape.steps) + fixed
         assert whole <= MAX_BLOCK_BYTES, (shape, plan)
+
+
+def test_pairs_fit_with_their_dynamic_memory() -> None:
+    assert set(PAIR_PLANS) == set(TOKEN_TILES)
+    for tiles, plan in PAIR_PLANS.items():
+        whole = gemm_plan.shared_bytes(plan, tiles, PAIR[0].steps)
+        assert whole + gemm_plan.static_bytes(plan, tiles) <= MAX_BLOCK_BYTES, plan
 
 
 def test_experts_fit_with_their_dynamic_memory() -> None:

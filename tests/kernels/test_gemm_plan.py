@@ -20,7 +20,7 @@ from kdray.kernels.gemm_plan import (
     token_tiles_for,
     work_words,
 )
-from kdray.kernels.gemm_table import PLANS, RUNS, plan_for, runs_of
+from kdray.kernels.gemm_table import PLANS, RUNS, pair_plan_for, plan_for, runs_of
 from kdray.kernels.loader import MAX_BLOCK_BYTES
 
 SIZES = (32, 96, 512, 1024, 1536, 2304, 7168, 18432)
@@ -40,6 +40,15 @@ def test_every_shape_has_a_plan_that_fits(tiles: int) -> None:
         assert whole <= MAX_BLOCK_BYTES
         assert chunk_of(plan, tiles, shape.steps) in ((1, 2) if tiles > 1 else range(1, 16, 2))
         assert work_words(shape, tiles, plan, MOST_GROUPS) <= WORK_WORDS
+
+
+@pytest.mark.parametrize("tiles", TOKEN_TILES)
+def test_a_pairs_plan_has_the_runs_of_each(tiles: int) -> None:
+    router, shared = GemmShape(7168, 384), GemmShape(7168, 512)
+    plan = pair_plan_for(router, shared, tiles)
+    assert plan is not None and fits(plan, tiles)
+    assert plan.runs == runs_of(router) == runs_of(shared)
+    assert pair_plan_for(router, GemmShape(7168, 20480), tiles) is None
 
 
 def test_measured_plans_are_of_measured_runs() -> None:
@@ -80,3 +89,6 @@ def test_the_reference_of_a_gated_product() -> None:
     gate, up = (x @ weight).chunk(2, dim=-1)
     wanted = gate * torch.sigmoid(gate) * up
     torch.testing.assert_close(reference_gemm.gated_linear(x, weight), wanted)
+    found, gates = reference_gemm.linear_and_gated(x, weight[:, 3:], weight, dtype=torch.float64)
+    torch.testing.assert_close(found, x.double() @ weight[:, 3:].double())
+    torch.testing.assert_close(gates, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,31 @@ def test_gated_linear_over_blocks() -> None:
     cases.check_gated(CudaGemm(simt_loader(seed=4), plan=PLANS[1]), 11, 256, 40)
 
 
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("tokens", [3, 11])
+def test_a_pair_is_its_two_products(plan: GemmPlan, tokens: int) -> None:
+    """Neither matrix is of whole blocks, so the first's last block is not the second's first."""
+    gemm = CudaGemm(simt_loader(seed=5), plan=plan)
+    cases.check_pair(gemm, tokens, 32 * 9, 40, 24)
+    assert gemm._work is None or (gemm._work == -1).all()
+
+
+def test_a_pair_of_more_rows_than_a_block_takes() -> None:
+    cases.check_pair(CudaGemm(simt_loader(seed=5), plan=PLANS[1]), 67, 128, 24, 8)
+
+
+def test_what_is_no_pair_is_two_products(gemm: CudaGemm) -> None:
+    """Matrices of other runs, gates of no whole tiles, and what the library multiplies."""
+    few, many = (cases.matrix(2, 1024, outputs, gemm.device) for outputs in (8, 4096))
+    assert gemm._pair_plan(cases.drawn(1, 2, 1024), few, many) is None
+    x, weight = cases.drawn(1, 2, 64), cases.matrix(3, 64, 24, gemm.device)
+    for rows, given in ((x, weight), (x.float(), weight.float())):
+        assert gemm._pair_plan(rows, given, given) is None
+        found, gates = gemm.linear_and_gated(rows, given, given)
+        assert torch.equal(found, gemm.linear(rows, given))
+        assert torch.equal(gates, gemm.gated_linear(rows, given))
+
+
 def test_per_head(gemm: CudaGemm) -> None:
     cases.check_heads(gemm, 5, 3, 64, 24)
     cases.check_heads(gemm, 10, 2, 256, 16)
@@ -102,17 +128,18 @@ def test_per_head(gemm: CudaGemm) -> None:
 def test_a_model_multiplies_by_the_kernel_as_by_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Matrices lie as they do on a GPU."""
+    """Matrices lie as they do on a GPU, the router's in bfloat16."""
     monkeypatch.setattr(weights, "laid_out", lambda weight: weight.contiguous().mT)
-    taken = 0
+    router = weights.WeightReader._router
+    monkeypatch.setattr(weights.WeightReader, "_router", lambda *of: router(*of).bfloat16())
+    taken: Counter[str] = Counter()
 
-    def counted(self: CudaGemm, *args: torch.Tensor | None, gated: bool) -> None:
-        nonlocal taken
-        taken += 1
-        launch(self, *args, gated=gated)  # type: ignore[arg-type]
+    def counted(self: CudaGemm, name: str, *args: object) -> None:
+        taken[name] += 1
+        start(self, name, *args)  # type: ignore[arg-type]
 
-    launch = cuda_gemm.CudaGemm._launch
-    monkeypatch.setattr(cuda_gemm.CudaGemm, "_launch", counted)
+    start = cuda_gemm.CudaGemm._start
+    monkeypatch.setattr(cuda_gemm.CudaGemm, "_start", counted)
     folder, logits = save_plain(tmp_path / "model", "kimi"), []
     for ops in (load_ops("cpu"), CudaOps(torch.device("cpu"), simt_loader(seed=2))):
         runner = PagedRunner(TargetModel.load(folder, ops=ops, dtype=torch.bfloat16))
@@ -121,8 +148,8 @@ def test_a_model_multiplies_by_the_kernel_as_by_the_library(
         runner.run(Part(text, [5, 6, 7]))
         logits.append(runner.logits(Part(text, [8], [9, 10, 11], [0, 0, 1])))
     wanted, found = logits
-    # Of each of 3 layers the first product and an MLP's two, in two steps; and the head's. The
-    # others have inputs of no whole steps.
-    assert taken == 2 * 3 * 3 + 1
+    # In two steps: of each of 3 layers the first product and an MLP's two, of which the first is
+    # one with the router's in 2 layers; and the head's. The others have inputs of no whole steps.
+    assert taken == {"skinny_gemm": 2 * 3 * 3 + 1 - 2 * 2, "skinny_gemm_pair": 2 * 2}
     error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert error.median() < 0.05  # a row whose expert choice flips is far off; most are not
