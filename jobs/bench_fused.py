@@ -5,6 +5,7 @@
 
 add_rms_norm   residual add and norm of rows of `width`
 rope_cache     latent norm, rotations, cache write; `width` is the number of heads
+absorb_query   rope_cache and per_head in one launch, where both take it (bfloat16)
 per_head       W_UK of an absorbed query, into its place; `width` is the number of heads
 swiglu         of a product of 2 * `width` columns
 route_experts  `width` experts, 8 a row (256: by groups, 4 of 8)
@@ -139,6 +140,24 @@ def rope_cache(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
     )
 
 
+def absorb_query(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
+    """A matrix's outputs have their weights side by side, as a checkpoint has them."""
+    product = drawn(rows, 1536 + LATENT + ROPE, dtype=dtype)
+    query, kv = drawn(rows, heads, NOPE + ROPE, dtype=dtype), product[:, 1536:]
+    cache, norm = drawn(4096, LATENT + ROPE, dtype=dtype), norm_of(LATENT, dtype)
+    turns = torch.polar(torch.ones(rows, ROPE // 2, device="cuda"), drawn(rows, ROPE // 2))
+    placed = SomeRows(turns, torch.randperm(4096, device="cuda")[:rows])
+    weight = (drawn(heads, LATENT, NOPE) * NOPE**-0.5).to(dtype).mT
+    torch.cuda.synchronize()  # a kernel fetches weights ahead of the launch in front
+    given = (query, kv, cache, placed, norm, weight)
+    numbers = rows * 2 * (LATENT + ROPE + heads * (NOPE + LATENT + ROPE)) + weight.numel()
+    return Case(
+        lambda: (ops.absorb_query(*given),),
+        lambda: (reference_fused.absorb_query(*given),),
+        numbers * dtype.itemsize + rows * ROPE * 4,
+    )
+
+
 def per_head(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
     query = drawn(rows, heads, NOPE + ROPE, dtype=dtype)
     weight = drawn(heads, NOPE, LATENT, dtype=dtype)
@@ -219,6 +238,7 @@ def grouped(moe: MoE, x: Tensor, expert: Tensor) -> Callable[[], Outputs] | None
 CASES = {
     "add_rms_norm": add_rms_norm,
     "rope_cache": rope_cache,
+    "absorb_query": absorb_query,
     "per_head": per_head,
     "swiglu": swiglu,
     "route_experts": route_experts,
@@ -227,6 +247,7 @@ CASES = {
 WIDTHS = {
     "add_rms_norm": "widths",
     "rope_cache": "heads",
+    "absorb_query": "heads",
     "per_head": "heads",
     "swiglu": "widths",
     "route_experts": "experts",

@@ -28,7 +28,7 @@ OPS = (
     ("draft_attention", r"draft_attention"),
     ("gemm", r"skinny_gemm|gemm|gemv|nvjet|cutlass|cublas|splitK"),
     ("norm", r"rms_norm"),
-    ("rope", r"rope_cache"),
+    ("rope", r"rope_cache|absorb_query"),
     ("router", r"route_experts"),
     ("swiglu", r"swiglu"),
     ("draw", r"adjust_logits|row_maxima|find_cuts|noise_of_words|draw_tokens|merge_winners"),

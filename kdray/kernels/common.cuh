@@ -140,4 +140,19 @@ __device__ __forceinline__ float from_ordered(u32 key) {
 __device__ __forceinline__ float bf16_low(u32 pair) { return float_of(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return float_of(pair & 0xffff0000u); }
 
+// Two floats as bfloat16, the first in the low half; to nearest, halves to even.
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#else
+inline u32 bf16_bits(float x) {
+    const u32 bits = bits_of(x);
+    return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline u32 bf16_pair(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
+#endif
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.kernels import (
+    cuda_absorb,
     cuda_accept,
     cuda_attention,
     cuda_commit,
@@ -110,6 +111,22 @@ class CudaOps:
         self, query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm
     ) -> Tensor:
         return self._fused.rope_cache(query, kv, cache, rows, norm)
+
+    def absorb_query(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: Tensor,
+        rows: PlacedRows,
+        norm: Norm,
+        key_up: Tensor,
+    ) -> Tensor:
+        if cuda_absorb.takes(query, kv, cache, rows, norm, key_up):
+            return cuda_absorb.absorb_query(self._gemm, query, kv, cache, rows, norm, key_up)
+        _, nope, latent_dim = key_up.shape
+        absorbed = self.rope_cache(query, kv, cache, rows, norm)
+        self.per_head(query[..., :nope], key_up, absorbed[..., :latent_dim])
+        return absorbed
 
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if not cuda_gemm.takes_heads(x, weight, out):

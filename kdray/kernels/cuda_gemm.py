@@ -46,7 +46,7 @@ class CudaGemm:
         """plan: instead of the table's, for measuring."""
         self._loader = loader
         self.device = loader.device
-        self._plan = plan
+        self.plan = plan
         self._work: Tensor | None = None
 
     def linear(
@@ -84,8 +84,8 @@ class CudaGemm:
         outputs, inner = weight.shape[1], gate_up.shape[1] // 2
         out = torch.empty(len(x), outputs, dtype=dtype, device=x.device)
         gates = x.new_empty(len(x), inner)
-        cut = _Cut(plan, _joined(plan, weight, gate_up), len(x))
-        self._start(
+        cut = Cut(plan, _joined(plan, weight, gate_up), len(x))
+        self.start(
             "skinny_gemm_pair",
             pair_defines(plan, cut.tiles, cut.shape.steps, cut.groups, dtype),
             cut,
@@ -107,13 +107,13 @@ class CudaGemm:
         """out [T, H, B], x [T, H, A], weight [H, A, B], whose A lie side by side."""
         heads, inputs, outputs = weight.shape
         shape = GemmShape(inputs, outputs, heads)
-        cut = _Cut(self._plan or plan_for(shape, token_tiles_for(len(x))), shape, len(x))
+        cut = Cut(self.plan or plan_for(shape, token_tiles_for(len(x))), shape, len(x))
         strides = (
             *(x.stride(0), x.stride(1)),
             *(weight.stride(2), weight.stride(0)),
             *(out.stride(0), out.stride(1)),
         )
-        self._start(
+        self.start(
             "skinny_gemm",
             defines(cut.plan, cut.tiles, shape.steps, cut.groups, gated, out.dtype),
             cut,
@@ -121,18 +121,22 @@ class CudaGemm:
             (inputs, outputs, *strides),
         )
 
-    def _start(
+    def start(
         self,
         name: str,
         defines: dict[str, str | int],
-        cut: _Cut,
+        cut: Cut,
         arrays: tuple[Tensor | None, ...],
         sizes: tuple[int, ...],
+        *,
+        slices: int = 0,
     ) -> None:
+        """A kernel that multiplies as skinny_gemm.cu does; arrays come before the workspace and the
+        number of rows, sizes behind. slices: of the grid, behind those of the heads."""
         words = work_words(cut.shape, cut.tiles, cut.plan, cut.groups)
         work = self._workspace(words, self.device) if words else None
         self._loader.get(name, name, defines).launch(
-            cut.grid,
+            (*cut.grid[:2], cut.grid[2] + slices),
             WARP * cut.plan.warps,
             (*arrays, work, cut.tokens, *sizes),
             shared_bytes=shared_bytes(cut.plan, cut.tiles, cut.shape.steps),
@@ -145,7 +149,7 @@ class CudaGemm:
             return None
         first, second = (GemmShape(*matrix.shape) for matrix in (weight, gate_up))
         tiles = token_tiles_for(len(x))
-        plan = self._plan or pair_plan_for(first, second, tiles)
+        plan = self.plan or pair_plan_for(first, second, tiles)
         if plan is None:
             return None
         words = work_words(_joined(plan, weight, gate_up), tiles, plan, MOST_GROUPS)
@@ -164,7 +168,7 @@ class CudaGemm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """A launch: its plan, the matrix (two: joined) it is a plan of, and the rows of x."""
 
     plan: GemmPlan

@@ -58,13 +58,6 @@ __device__ __forceinline__ void multiply_add_half(float (&c)[4], u32 a0, u32 a1,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to bf16, the first in the low half.
-__device__ __forceinline__ u32 bf16_pair(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // 16 bytes from global to shared memory, zeros where `there` is false (nothing is read then).
 __device__ __forceinline__ void copy_async(SharedAddress to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -186,9 +179,6 @@ inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 }
 inline void multiply_add_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     simt::multiply_add_half(c, {a0, a1, a2, a3}, {b0, b1});
-}
-inline u32 bf16_pair(float low, float high) {
-    return simt::round_to_bf16(low) | simt::round_to_bf16(high) << 16;
 }
 inline void copy_async(SharedAddress to, const void* from, bool there) {
     simt::copy_later(simt::shared_pointer(to, 16), there ? from : nullptr, 16);

@@ -228,6 +228,20 @@ class Ops(Protocol):
         """
         ...
 
+    def absorb_query(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: Tensor,
+        rows: PlacedRows,
+        norm: Norm,
+        key_up: Tensor,
+    ) -> Tensor:
+        """rope_cache, and in the first C numbers of a query per_head(query[..., :N], key_up): the
+        whole of what verify_attention reads. key_up [H, N, C], written before the launch in front.
+        """
+        ...
+
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, H, A], weight [H, A, B] -> x[t, h] @ weight[h], [T, H, B]; written to `out` if
         given, whose rows and heads may lie any distance apart."""

@@ -51,6 +51,7 @@ class ReferenceOps:
     rms_norm = staticmethod(reference_fused.rms_norm)
     add_rms_norm = staticmethod(reference_fused.add_rms_norm)
     rope_cache = staticmethod(reference_fused.rope_cache)
+    absorb_query = staticmethod(reference_fused.absorb_query)
     per_head = staticmethod(reference_fused.per_head)
     swiglu = staticmethod(reference_fused.swiglu)
     linear = staticmethod(linear)

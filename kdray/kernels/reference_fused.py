@@ -53,6 +53,16 @@ def rope_cache(query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm:
     return absorbed
 
 
+def absorb_query(
+    query: Tensor, kv: Tensor, cache: Tensor, rows: PlacedRows, norm: Norm, key_up: Tensor
+) -> Tensor:
+    """As in Ops."""
+    _, nope, latent_dim = key_up.shape
+    absorbed = rope_cache(query, kv, cache, rows, norm)
+    per_head(query[..., :nope], key_up, out=absorbed[..., :latent_dim])
+    return absorbed
+
+
 def per_head(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """As in Ops."""
     product = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

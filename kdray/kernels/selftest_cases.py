@@ -62,6 +62,19 @@ def _rope(ops: Ops, given: Inputs) -> Outputs:
     return [Codes(known) if is_fp8(cache) else known]
 
 
+def _absorb(ops: Ops, given: Inputs) -> Outputs:
+    """Absorbed queries, and the rows that were written along with them."""
+    sizes, rows = given.sizes, 2 * REQUESTS
+    query = given.drawn(30, rows, sizes.heads, sizes.nope + sizes.rope)
+    kv = given.drawn(31, rows, sizes.latent + sizes.rope)
+    key_up = given.drawn(32, sizes.heads, sizes.latent, sizes.nope).mT * sizes.nope**-0.5
+    cache, norm = given.cache(ReferenceOps(given.device)), given.norm(sizes.latent)
+    given.settle()
+    absorbed = ops.absorb_query(query, kv, cache, given.rows_placed(rows), norm, key_up)
+    known = given.known(cache)
+    return [absorbed, Codes(known) if is_fp8(cache) else known]
+
+
 def _attention(ops: Ops, given: Inputs) -> Outputs:
     """The rows of three trees as a device round has them; those of padding mean nothing."""
     batch = DeviceAttentionBatch(
@@ -254,6 +267,7 @@ CASES: dict[str, Case] = {
     "draft_attention": _draft_attention,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "absorb_query": _absorb,
     "per_head": selftest_products.per_head,
     "linear": selftest_products.linear,
     "gated_linear": selftest_products.gated_linear,

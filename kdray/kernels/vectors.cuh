@@ -6,23 +6,6 @@
 
 constexpr int VECTOR = INPUT_BF16 ? 8 : 4;  // numbers in 16 bytes
 
-// Two floats as bfloat16, to nearest, halves to even.
-#ifdef __CUDACC__
-__device__ __forceinline__ u32 bf16_pair(float low, float high)
-{
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-#else
-inline u32 bf16_bits(float x)
-{
-    const u32 bits = bits_of(x);
-    return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
-inline u32 bf16_pair(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
-#endif
-
 struct Numbers {
     float x[VECTOR];
 };

@@ -163,15 +163,18 @@ class LatentAttention:
         if self.query_up is not None and self.query_norm is not None:
             hidden = self.ops.linear(self.ops.rms_norm(hidden, self.query_norm), self.query_up)
         query = hidden.view(x.shape[0], num_heads, -1)
-        turned = self.ops.rope_cache(query, kv, cache, rows, self.latent_norm)
-        heads = self._attend(query[..., :nope], turned, cache, rows.split)
+        split, norm = rows.split, self.latent_norm
+        if split.absorbed is not None and split.absorbed_rows is None:
+            absorbed = self.ops.absorb_query(query, kv, cache, rows, norm, self.key_up)
+            heads = self._mixed(absorbed, cache, split.absorbed)
+        else:
+            turned = self.ops.rope_cache(query, kv, cache, rows, norm)
+            heads = self._attend(query[..., :nope], turned, cache, split)
         return self.ops.linear(heads.flatten(1), self.output)
 
     def _attend(self, nope: Tensor, turned: Tensor, cache: Tensor, split: AttentionSplit) -> Tensor:
         """nope [T, H, N], turned [T, H, C + D] as rope_cache leaves it -> values [T, H, V], each
-        row in its form."""
-        if split.absorbed is not None and split.absorbed_rows is None:
-            return self._absorbed(nope, turned, cache, split.absorbed)
+        row in its form, where some are expanded."""
         heads = nope.new_empty(*nope.shape[:2], self.value_up.shape[2])
         if split.absorbed is not None:
             rows = split.absorbed_rows
@@ -192,6 +195,13 @@ class LatentAttention:
         """query [T, H, C + D] brings its rotated part; its latent part is made here."""
         latent_dim = self.key_up.shape[2]
         self.ops.per_head(nope, self.key_up, out=query[..., :latent_dim])
+        return self._mixed(query, cache, batch)
+
+    def _mixed(
+        self, query: Tensor, cache: Tensor, batch: AttentionBatch | DeviceAttentionBatch
+    ) -> Tensor:
+        """query [T, H, C + D], absorbed -> values [T, H, V]."""
+        latent_dim = self.key_up.shape[2]
         mixed = self.ops.verify_attention(query, cache, batch, self.scale, latent_dim)
         return self.ops.per_head(mixed, self.value_up)
 

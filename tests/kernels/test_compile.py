@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kdray.kernels import (
+    cuda_absorb,
     cuda_attention,
     cuda_draft,
     cuda_fused,
@@ -51,6 +52,8 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
+    ("absorb_query", ""): 128,
+    ("absorb_query", "TOKEN_TILES=8"): 168,
     ("skinny_gemm_pair", ""): 128,
     ("skinny_gemm_pair", "TOKEN_TILES=8"): 168,
 }
@@ -72,10 +75,15 @@ PAIR_PLANS = {
     tiles: plan for tiles in TOKEN_TILES if (plan := pair_plan_for(*PAIR, tiles)) is not None
 }
 GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
+ABSORBED = ((GemmShape(128, 512, 8), 64), (GemmShape(32, 64, 8), 16))
 # width, inner, top_k; 9 of 2048: the parts of a drafter's MLP of 18432
 MOE_SIZES = ((7168, 256, 8), (7168, 2048, 8), (7168, 2048, 9), (512, 96, 2))
 # What the launchers compile with; a source that is not here has no defines.
 INSTANTIATIONS: dict[str, list[Defines]] = {
+    "absorb_query": [
+        cuda_absorb.absorb_defines(plan_for(shape, tiles), tiles, shape, 1, key_dim, fp8)
+        for (shape, key_dim), tiles, fp8 in product(ABSORBED, TOKEN_TILES, (False, True))
+    ],
     "all_reduce": [cuda_reduce.defines(dtype) for dtype in cuda_reduce.DTYPES],
     "topk_logprob": [
         cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,12 +135,12 @@ def test_a_model_multiplies_by_the_kernel_as_by_the_library(
     monkeypatch.setattr(weights.WeightReader, "_router", lambda *of: router(*of).bfloat16())
     taken: Counter[str] = Counter()
 
-    def counted(self: CudaGemm, name: str, *args: object) -> None:
+    def counted(self: CudaGemm, name: str, *args: Any, **more: Any) -> None:
         taken[name] += 1
-        start(self, name, *args)  # type: ignore[arg-type]
+        start(self, name, *args, **more)
 
-    start = cuda_gemm.CudaGemm._start
-    monkeypatch.setattr(cuda_gemm.CudaGemm, "_start", counted)
+    start = cuda_gemm.CudaGemm.start
+    monkeypatch.setattr(cuda_gemm.CudaGemm, "start", counted)
     folder, logits = save_plain(tmp_path / "model", "kimi"), []
     for ops in (load_ops("cpu"), CudaOps(torch.device("cpu"), simt_loader(seed=2))):
         runner = PagedRunner(TargetModel.load(folder, ops=ops, dtype=torch.bfloat16))
