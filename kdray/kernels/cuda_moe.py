@@ -25,7 +25,8 @@ MAX_UNSORTED = 32  # pairs that a warp sorts for itself
 UNIT_COLUMNS = 8
 
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
-MAX_TILES = MAX_ROWS * MAX_TOP_K
+MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
+READY_INTS = 32
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
@@ -56,7 +57,7 @@ class Design:
             WARPS * (self.slots * slot + self.parts * 8 * 32 * 4)
             + self.list_bytes
             + self.parts * 16  # two barriers each
-            + 16  # a constant
+            + 32  # a constant, a counter
         )
 
 
@@ -89,7 +90,7 @@ class CudaMoe:
         self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = _processors(loader.device)
-        self._ready = torch.zeros(MAX_TILES, dtype=torch.int32, device=loader.device)
+        self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(
         self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor

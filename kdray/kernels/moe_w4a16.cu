@@ -4,7 +4,8 @@
 //   out      [T, WIDTH] bf16: sum over a row's TOP_K experts, in order, of weight * its output, + shared
 //   inner    [P, INNER] bf16: silu(gate) * up of each pair = row * TOP_K + choice (P = T * TOP_K)
 //   partial  [P, WIDTH] bf16: a pair's output, unweighted
-//   ready    [max_tiles] int32: arrivals at a tile's `inner`; all 0 before moe_w4a16, and after moe_sum
+//   ready    [max_tiles, 32] int32: arrivals at a tile's `inner`, in the first of a line; all 0 before
+//            moe_w4a16, and after moe_sum
 //   x        [T, WIDTH] bf16
 //   gate_up  [X, INNER / 16, WIDTH / 32, 576] bytes, down [X, WIDTH / 32, INNER / 32, 576] bytes:
 //            moe_layout.py. w = q * scale, unrounded.
@@ -38,7 +39,7 @@ struct Shared {
     unsigned char list[LIST_BYTES];
     u32 minus_136[4];
     u64 landed[WARPS][SLOTS];
-    u64 full[PARTS], free[PARTS];
+    Meeting meeting;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
 
@@ -127,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Units units;
     Stream stream{units, {}, 0, 0, nullptr};
     stream.ring.open(&s.ring[warp][0][0], s.landed[warp]);
-    Adder adder{s.part, 0, 0, inner, ready, 0};
-    adder.open(s.full, s.free);
+    Adder adder{s.part, 0, inner, ready, 0};
+    adder.open(s.meeting);
     if (threadIdx.x < 4) s.minus_136[threadIdx.x] = MINUS_136;
     start_behind_previous();
 
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(128)
     start_behind_previous();
     const int row = blockIdx.x, column = (int)(blockIdx.y * 128 + threadIdx.x) * 8;
     const int thread = (int)((blockIdx.y * gridDim.x + blockIdx.x) * 128 + threadIdx.x);
-    for (int i = thread; i < num_ready; i += (int)(gridDim.x * gridDim.y * 128)) ready[i] = 0;
+    for (int i = thread; i < num_ready; i += (int)(gridDim.x * gridDim.y * 128)) ready[i * READY_INTS] = 0;
     if (column >= WIDTH) return;
     uint4 given[TOP_K];
 #pragma unroll

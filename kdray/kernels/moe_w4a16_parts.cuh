@@ -9,26 +9,33 @@ __device__ __forceinline__ float silu(float x)
     return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
 }
 
+// Where the warps of a block meet: barriers of PARTS buffers, and how many have added up.
+struct Meeting {
+    u64 full[PARTS], free[PARTS];
+    u32 adders_done, unused[3];
+};
+constexpr int FREE_AT = 8 * PARTS, DONE_AT = 16 * PARTS;
+
 // Adds up the parts, a column tile a round; rounds take turns at PARTS buffers. Four warps add up,
 // each time others, and the rest go on at once: a barrier completes a phase when all have written a
 // buffer (`full`), another when those that add it up have read it (`free`).
 struct Adder {
     float (*part)[WARPS][8][WARP];
-    SharedAddress full, free;
+    SharedAddress full;
     u16* inner;
     int* ready;
     u32 round;
 
     // The whole block is to meet before the first round.
-    __device__ void open(u64* full_barriers, u64* free_barriers)
+    __device__ void open(Meeting& meeting)
     {
-        full = shared_address(full_barriers);
-        free = shared_address(free_barriers);
+        full = shared_address(&meeting);
         round = 0;
         if (threadIdx.x != 0) return;
+        meeting.adders_done = 0;
         for (int i = 0; i < PARTS; ++i) {
             barrier_init(full + 8 * i, WARPS);
-            barrier_init(free + 8 * i, ADDERS);
+            barrier_init(full + FREE_AT + 8 * i, ADDERS);
         }
     }
 
@@ -40,7 +47,7 @@ struct Adder {
             const int warp = threadIdx.x / WARP, lane = lane_id();
             const int buffer = (int)(round % PARTS), parity = (int)(round / PARTS % 2);
             float(*const own)[WARP] = part[buffer][warp];
-            barrier_wait(free + 8 * buffer, parity ^ 1);
+            barrier_wait(full + FREE_AT + 8 * buffer, parity ^ 1);
 #pragma unroll
             for (int i = 0; i < 8; ++i) own[i][lane] = sum[j][i / 4][i % 4];
             __syncwarp();
@@ -51,13 +58,16 @@ struct Adder {
             barrier_wait(full + 8 * buffer, parity);
             const Both both = sum_of_parts(part[buffer], i);
             __syncwarp();
-            if (lane == 0) barrier_arrive(free + 8 * buffer);
+            if (lane == 0) barrier_arrive(full + FREE_AT + 8 * buffer);
             const int pair = units.pairs(unit).at(j, lane % 4 * 2 + i % 2);
             if (pair >= 0)
                 inner[(i64)pair * INNER + unit.part * SLICE + lane / 4 * 2 + i / 2] =
                     (u16)bf16_pair(silu(both.gate) * both.up, 0.0f);
             __syncwarp();
-            if (lane == 0) arrive(&ready[unit.tile]);
+            // The last of a unit's last adders tells of it all: they wait for all others' part of a
+            // round, which these give when they are done with the rounds before.
+            if (j + 1 == COLUMN_TILES && lane == 0 && count_in_block(full + DONE_AT) % ADDERS == ADDERS - 1)
+                arrive(counter_of(ready, unit));
         }
     }
 

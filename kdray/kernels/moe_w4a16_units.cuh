@@ -13,7 +13,7 @@ constexpr int WIDE_STEPS = WIDTH / STEP, INNER_STEPS = INNER / STEP;
 constexpr int SHARE = (WIDE_STEPS + WARPS - 1) / WARPS;  // steps of a warp in the first half
 constexpr int SHARES = (WIDE_STEPS + SHARE - 1) / SHARE;
 constexpr int ADDERS = 4;  // warps that add up a column tile
-constexpr int ARRIVALS = SLICES * ADDERS * COLUMN_TILES;
+constexpr int READY_INTS = 32;  // a tile's counter has a line to itself: many look at it at once
 // Units of the second half that take as long as one of the first.
 constexpr int EQUALS = CATCH_UP && COLUMN_TILES <= 2 ? (SHARE + INNER_STEPS / 2) / INNER_STEPS : 0;
 // Every slot is full: no step of one need be asked for.
@@ -34,6 +34,16 @@ __device__ __forceinline__ void arrive(int* counter)
 {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
+// How many of the block have been here before, whose writes are then seen.
+__device__ __forceinline__ u32 count_in_block(SharedAddress counter)
+{
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "r"(counter)
+                 : "memory");
+    return before;
+}
 
 #else
 
@@ -44,6 +54,10 @@ inline bool have_arrived(const int* counter, int number)
     return there;
 }
 inline void arrive(int* counter) { ++*counter; }
+inline u32 count_in_block(SharedAddress counter)
+{
+    return (*(u32*)simt::shared_pointer(counter, 4))++;
+}
 
 #endif
 
@@ -51,6 +65,12 @@ inline void arrive(int* counter) { ++*counter; }
 struct Unit {
     int tile, part;
 };
+
+// [max_tiles, READY_INTS]: arrivals at a tile's `inner`, in the first of each.
+__device__ __forceinline__ int* counter_of(int* ready, const Unit& unit)
+{
+    return ready + unit.tile * READY_INTS;
+}
 
 // The units of one warp, first half, then second; all warps of a block have the same of the first.
 // Blocks with one of these less than others begin the second half with EQUALS units a warp.
@@ -154,7 +174,7 @@ struct Stream {
 // Which of a warp's units of the second half find their tile's `inner` complete: it looks for 32 of
 // them at once.
 struct Readiness {
-    const int* ready;
+    int* ready;
     int from;
     u32 known;
 
@@ -165,11 +185,10 @@ struct Readiness {
     __device__ void wait_for(const Units& units, int i)
     {
         while (!knows(i)) {
-            const int own = i + lane_id();
-            const bool there =
-                own < units.num_all && have_arrived(&ready[units.at(own).tile], ARRIVALS);
+            const int unit = i + lane_id();  // the same each time: found once, but in wide tiles
+            const int* const own = unit < units.num_all ? counter_of(ready, units.at(unit)) : nullptr;
+            known = __ballot_sync(ALL_LANES, own != nullptr && have_arrived(own, SLICES));
             from = i;
-            known = __ballot_sync(ALL_LANES, there);
         }
         __syncwarp();
     }
