@@ -6,7 +6,7 @@
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
 cooperative_us the same as a cooperative launch, which waits for the kernel before it to end
 NAME_us        that, with another design of the kernel (--variants)
-sort_us        sorting alone; up to 4 rows the product's warps do it
+sort_us        sorting alone; up to 16 rows the product's blocks do it
 distinct       experts that a step's rows chose, of `experts`
 gbps           their packed bytes over us
 copy_fraction  of the speed of a large copy in this run, read and written bytes counted

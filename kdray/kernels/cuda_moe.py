@@ -21,7 +21,7 @@ THREADS = WARPS * 32
 SORT_THREADS, SUM_THREADS, SUM_COLUMNS = 1024, 128, 8
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-MAX_UNSORTED = 32  # pairs that a warp sorts for itself
+MAX_UNSORTED, MAX_UNSORTED_BY_WARP = 128, 32  # pairs that a block, a warp sorts for itself
 UNIT_COLUMNS = 8
 
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
@@ -59,6 +59,12 @@ class Design:
             + self.parts * 16  # two barriers each
             + 32  # a constant, a counter
         )
+
+    def sorts(self, rows: int, top_k: int) -> bool:
+        """Whether a block sorts a step's pairs for itself, where tiles hold 8 rows."""
+        if self.list_bytes >= 8 * MAX_UNSORTED + 16:
+            return rows * top_k <= MAX_UNSORTED
+        return rows * top_k <= MAX_UNSORTED_BY_WARP and rows <= UNIT_COLUMNS
 
 
 DESIGN = Design()
@@ -157,8 +163,8 @@ class CudaMoe:
     def _order(
         self, expert: Tensor, num_experts: int, tiles: int
     ) -> SortedPairs | tuple[None, None, None]:
-        """Sorted, but where that is left to the warps."""
-        if tiles == 1 and expert.numel() <= MAX_UNSORTED and len(expert) <= UNIT_COLUMNS:
+        """Sorted, but where that is left to the product's blocks."""
+        if tiles == 1 and self._design.sorts(*expert.shape):
             return None, None, None
         return self.sort_rows(expert, num_experts, tiles)
 

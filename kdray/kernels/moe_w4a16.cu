@@ -11,8 +11,8 @@
 //            moe_layout.py. w = q * scale, unrounded.
 //   expert   [P] int64, -1 with weight 0: none;  weight [P] float32, shared [T, WIDTH] bf16 or null
 //   tile, sorted, num_tiles   by sort_rows.cu, with TILE_ROWS = 8 * COLUMN_TILES, and max_tiles the
-//            entries of `tile`; or, with COLUMN_TILES 1, null: then P <= 32, max_tiles is P, and each
-//            block sorts for itself
+//            entries of `tile`; or, with COLUMN_TILES 1, null: then P <= 128, max_tiles is P, and
+//            each block sorts for itself (P <= 32, T <= 8 where LIST_BYTES < 1,040)
 //
 // Grid of moe_w4a16: blocks of 16 warps, one to a multiprocessor and all resident at once; they share
 // the work evenly, weights streaming on from unit to unit and from the first half to the second. A

@@ -1,32 +1,10 @@
-// Which rows go to which expert: as sort_rows.cu left it or, for a warp's lanes of pairs, sorted by
-// every block for itself, which takes some dozen instructions and no launch. Where it fits, a block
+// Which rows go to which expert: as sort_rows.cu left it or, of few pairs, sorted by every block for
+// itself, which takes no launch. Where it fits, a block
 // keeps all of it in shared memory: a look there takes 30 cycles, one past L1 takes 600. Wide tiles,
 // for many rows, have no registers to do both.
 #pragma once
 
-#include "moe_w4a16_stream.cuh"
-
-constexpr int COLUMNS = 8 * COLUMN_TILES;  // rows of x in a tile, columns of the product
-
-// One expert's rows, or some of them: `sorted` has their pairs side by side.
-struct Tile {
-    int expert, count, first;
-
-    static constexpr int EXPERT_BITS = 10, COUNT_BITS = 5;  // 1 .. 32: less 1
-    __device__ u32 packed() const
-    {
-        return (u32)first << (EXPERT_BITS + COUNT_BITS) | (u32)(count - 1) << EXPERT_BITS |
-               (u32)expert;
-    }
-    __device__ static Tile unpacked(u32 entry)
-    {
-        return {(int)(entry % (1u << EXPERT_BITS)),
-                (int)(entry >> EXPERT_BITS) % (1 << COUNT_BITS) + 1,
-                (int)(entry >> (EXPERT_BITS + COUNT_BITS))};
-    }
-};
-static_assert(LIST_BYTES >= 6 * WARP && LIST_BYTES % 16 == 0, "room for a warp's pairs");
-static_assert(COLUMNS <= 1 << Tile::COUNT_BITS, "as packed");
+#include "moe_w4a16_sort.cuh"
 
 // What a warp's lane 4 g + t knows of a tile's rows: the pairs of columns 8 j + g. Columns without one
 // have the first column's: they cost nothing, and nobody looks at what comes of them.
@@ -60,7 +38,7 @@ struct Tiles {
         t.sorted = sorted;
         t.listed = COLUMN_TILES <= 2 && 4 * most + 2 * num_pairs <= LIST_BYTES;
         if (COLUMN_TILES == 1 && table == nullptr) {
-            t.number = sort(list, expert, num_pairs);
+            t.number = sorted_by_block(list, expert, num_pairs);
             return t;
         }
         t.number = same_in_warp(*num_tiles);
@@ -107,30 +85,5 @@ private:
             const int4 entry = table[i];
             entries[i] = Tile{entry.x, entry.y, entry.z}.packed();
         }
-    }
-
-    // A pair a lane, in each warp; the first warp writes. Tiles come in the order of their first pairs.
-    __device__ static int sort(unsigned char* list, const i64* expert, int num_pairs)
-    {
-        u32* const entries = (u32*)list;
-        u16* const pairs = (u16*)(list + 4 * num_pairs);
-        const int lane = lane_id();
-        const u32 lower = (1u << lane) - 1;
-        const int own = lane < num_pairs ? (int)expert[lane] : -1;
-        const u32 same = __match_any_sync(ALL_LANES, own);
-        const bool leads = own >= 0 && (same & lower) == 0;
-        const u32 leaders = __ballot_sync(ALL_LANES, leads);
-        int end = leads ? __popc(same) : 0;  // of the pairs of all leaders so far
-#pragma unroll
-        for (int by = 1; by < WARP; by *= 2) {
-            const int before = __shfl_up_sync(ALL_LANES, end, by);
-            if (lane >= by) end += before;
-        }
-        const int first = __shfl_sync(ALL_LANES, end - (leads ? __popc(same) : 0), __ffs(same) - 1);
-        if (threadIdx.x < WARP && own >= 0) {
-            if (leads) entries[__popc(leaders & lower)] = Tile{own, __popc(same), first}.packed();
-            pairs[first + __popc(same & lower)] = (u16)lane;
-        }
-        return __popc(leaders);
     }
 };

@@ -27,6 +27,15 @@ def test_it_equals_float64(moe: CudaMoe, rows: int, routing: str) -> None:
     cases.check(moe, cases.drawn_case(SMALL, rows, routing))
 
 
+@pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
+@pytest.mark.parametrize("rows", [5, 16])
+def test_blocks_sort_up_to_128_pairs(moe: CudaMoe, rows: int, routing: str) -> None:
+    """More than a warp's, and more rows than a tile's, at one expert."""
+    case = cases.drawn_case(Sizes(width=64, inner=32, experts=64, top_k=8), rows, routing)
+    assert moe._order(case.expert, 64, 1)[0] is None
+    cases.check(moe, case)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 30])
 def test_padding_costs_no_weights(moe: CudaMoe, rows: int) -> None:
     cases.check_padding(moe, cases.drawn_case(SMALL, rows, "padding"))
