@@ -80,6 +80,11 @@ class Watched:
         self.chosen, self.gap = routing.expert.cpu(), self._gap(logits, routing.expert).cpu()
         return routing
 
+    def route_beside(
+        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
+    ) -> tuple[Routing, Tensor]:
+        return self.route(x, live), self._router.ops.gated_linear(x, gate_up)
+
     def _as_told(self, told: Tensor, logits: Tensor, own: Routing) -> Routing:
         """Other experts with the weights that this dtype gives them."""
         expert = torch.where(told < 0, own.expert, told)
