@@ -41,8 +41,6 @@ from kdray.model.moe import DenseMLP, MoE, Router
 TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 512, 2048]
 STEPS_OF_ONE_ROW = 24  # that choose differently; 25 MB each
 VARIANTS = {
-    "apart": Design(fold_rows=0),
-    "folded": Design(fold_rows=16),
     "uneven": Design(catch_up=False),
     "engine": Design(by_lanes=False),
     "deep": Design(slots=4, parts=1),

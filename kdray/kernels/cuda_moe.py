@@ -27,7 +27,6 @@ UNIT_COLUMNS = 8
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
 READY_INTS = 32
-MAX_FOLDED_WIDTH, MAX_FOLDED_TOP_K = 32_768, 8
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
@@ -42,7 +41,6 @@ class Design:
     by_lanes            weights are copied by the lanes, not by the copy engine; the widest tiles
                         have no registers for it
     catch_up            blocks with less of the first half begin the second before the others
-    fold_rows           up to so many rows are summed by the product's last warps, without a launch
     """
 
     slot_steps: int = 2
@@ -51,7 +49,6 @@ class Design:
     list_bytes: int = 10_240
     by_lanes: bool = True
     catch_up: bool = True
-    fold_rows: int = 8
 
     @property
     def shared_bytes(self) -> int:
@@ -68,12 +65,6 @@ class Design:
         if self.list_bytes >= 8 * MAX_UNSORTED + 16:
             return rows * top_k <= MAX_UNSORTED
         return rows * top_k <= MAX_UNSORTED_BY_WARP and rows <= UNIT_COLUMNS
-
-    def folds(self, x: Tensor, top_k: int) -> bool:
-        """Whether the product sums over experts too, where tiles hold 8 rows."""
-        (rows, width) = x.shape
-        fits = width <= MAX_FOLDED_WIDTH and top_k <= MAX_FOLDED_TOP_K
-        return fits and rows <= self.fold_rows
 
 
 DESIGN = Design()
@@ -105,13 +96,7 @@ class CudaMoe:
         self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = _processors(loader.device)
-        counters = torch.zeros(
-            MAX_TILES + 1 + MAX_FOLDED_WIDTH // TILE,
-            READY_INTS,
-            dtype=torch.int32,
-            device=loader.device,
-        )
-        self._ready, self._arrived = counters[:MAX_TILES], counters[MAX_TILES:]
+        self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(
         self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
@@ -159,18 +144,13 @@ class CudaMoe:
         multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
         weights = (experts.gate_up, experts.down)
         most_tiles = rows * top_k if order[0] is None else len(order[0])
-        arrived = self._arrived if tiles == 1 and self._design.folds(x, top_k) else None
-        outputs = (out, inner, partial, self._ready, arrived)
-        inputs = (x, *weights, expert, weight, shared, *order)
         multiply.launch(
             self._processors,
             THREADS,
-            (*outputs, *inputs, most_tiles, rows * top_k),
+            (inner, partial, self._ready, x, *weights, expert, *order, most_tiles, rows * top_k),
             shared_bytes=self._design.shared_bytes,
             **self._launch,
         )
-        if arrived is not None:
-            return out
         add = self._loader.get("moe_w4a16", "moe_sum", defines)
         add.launch(
             (rows, -(-width // (SUM_THREADS * SUM_COLUMNS))),

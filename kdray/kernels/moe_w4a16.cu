@@ -1,14 +1,11 @@
 // moe_w4a16: a layer's routed experts, weights INT4 in groups of 32, for 1 to thousands of rows.
-// moe_sum: what each row's experts gave, weighted, and the shared expert's output; of few rows
-// moe_w4a16 does that too.
+// moe_sum: what each row's experts gave, weighted, and the shared expert's output.
 //
 //   out      [T, WIDTH] bf16: sum over a row's TOP_K experts, in order, of weight * its output, + shared
 //   inner    [P, INNER] bf16: silu(gate) * up of each pair = row * TOP_K + choice (P = T * TOP_K)
 //   partial  [P, WIDTH] bf16: a pair's output, unweighted
 //   ready    [max_tiles, 32] int32: arrivals at a tile's `inner`, in the first of a line; all 0 before
-//            moe_w4a16, and after the sum
-//   arrived  [1 + WIDTH / 32, 32] int32, all 0 before and after, where moe_w4a16 sums (COLUMN_TILES 1,
-//            TOP_K <= 8); or null: moe_sum does
+//            moe_w4a16, and after moe_sum
 //   x        [T, WIDTH] bf16
 //   gate_up  [X, INNER / 16, WIDTH / 32, 576] bytes, down [X, WIDTH / 32, INNER / 32, 576] bytes:
 //            moe_layout.py. w = q * scale, unrounded.
@@ -34,7 +31,6 @@
 // warp, PARTS buffers to add up in, LIST_BYTES, BY_LANES, CATCH_UP, and SHARED_BYTES, what these take.
 
 #include "moe_w4a16_parts.cuh"
-#include "moe_w4a16_sum.cuh"
 #include "overlap.cuh"
 
 struct Shared {
@@ -122,9 +118,8 @@ __device__ __forceinline__ void store(u16* partial, const Pairs& pairs, int grou
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    moe_w4a16(u16* out, u16* inner, u16* partial, int* ready, int* arrived, const u16* x,
-              const unsigned char* gate_up, const unsigned char* down, const i64* expert,
-              const float* weight, const u16* shared, const int4* tile, const int* sorted,
+    moe_w4a16(u16* inner, u16* partial, int* ready, const u16* x, const unsigned char* gate_up,
+              const unsigned char* down, const i64* expert, const int4* tile, const int* sorted,
               const int* num_tiles, int most_tiles, int num_pairs)
 {
     extern __shared__ __align__(128) unsigned char memory[];
@@ -145,9 +140,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     stream.fill();
 
-    const Finish finish{out,    arrived, ready, partial,
-                        weight, shared,  num_pairs / TOP_K, units.tiles.number};
-    if (finish.folds() && finish.tiles == 0) finish.without_tiles();
     Readiness readiness{ready, 0, 0};
     Activations next{units, readiness, x, inner, 0, 0, x, {}};
     next.prepare(0);
@@ -162,12 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (left == 0) {
             if (i >= 0) {
                 const Unit unit = units.at(i);
-                if (units.is_first(i)) {
+                if (units.is_first(i))
                     adder.add_up(units, unit, product.sum);
-                } else {
+                else
                     store(partial, units.pairs(unit), unit.part, product.sum);
-                    if (finish.folds()) finish.after(unit.part);
-                }
             }
             if (++i == units.num_all) break;
             left = units.steps(i);
@@ -186,6 +176,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
+// Eight bf16, as float.
+struct Eight {
+    float x[8];
+};
+__device__ __forceinline__ Eight eight_of(const uint4& v)
+{
+    return {{bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y), bf16_low(v.z),
+             bf16_high(v.z), bf16_low(v.w), bf16_high(v.w)}};
+}
+
 extern "C" __global__ void __launch_bounds__(128)
     moe_sum(u16* out, int* ready, const u16* partial, const float* weight, const u16* shared,
             int num_ready)
@@ -193,8 +193,27 @@ extern "C" __global__ void __launch_bounds__(128)
     start_behind_previous();
     const int row = blockIdx.x, column = (int)(blockIdx.y * 128 + threadIdx.x) * 8;
     const int thread = (int)((blockIdx.y * gridDim.x + blockIdx.x) * 128 + threadIdx.x);
-    const int threads = (int)(gridDim.x * gridDim.y * 128);
-    for (int i = thread; i < num_ready; i += threads) ready[i * READY_INTS] = 0;
+    for (int i = thread; i < num_ready; i += (int)(gridDim.x * gridDim.y * 128)) ready[i * READY_INTS] = 0;
     if (column >= WIDTH) return;
-    sum_of_experts(out, partial, weight, shared, row, column);
+    uint4 given[TOP_K];
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k)
+        given[k] = *(const uint4*)(partial + ((i64)row * TOP_K + k) * WIDTH + column);
+    Eight sum{};
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k) {
+        const Eight term = eight_of(given[k]);
+        const float w = weight[row * TOP_K + k];
+        if (w == 0.0f) continue;  // of no expert: partial holds anything, even NaN
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum.x[i] += w * term.x[i];
+    }
+    const i64 at = (i64)row * WIDTH + column;
+    if (shared != nullptr) {
+        const Eight term = eight_of(*(const uint4*)(shared + at));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum.x[i] += term.x[i];
+    }
+    *(uint4*)(out + at) = {bf16_pair(sum.x[0], sum.x[1]), bf16_pair(sum.x[2], sum.x[3]),
+                           bf16_pair(sum.x[4], sum.x[5]), bf16_pair(sum.x[6], sum.x[7])};
 }

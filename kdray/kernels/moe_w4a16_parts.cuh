@@ -66,8 +66,7 @@ struct Adder {
             __syncwarp();
             // The last of a unit's last adders tells of it all: they wait for all others' part of a
             // round, which these give when they are done with the rounds before.
-            if (j + 1 == COLUMN_TILES && lane == 0 &&
-                count_in_block(full + DONE_AT) % ADDERS == ADDERS - 1)
+            if (j + 1 == COLUMN_TILES && lane == 0 && count_in_block(full + DONE_AT) % ADDERS == ADDERS - 1)
                 arrive(counter_of(ready, unit));
         }
     }

