@@ -83,7 +83,7 @@ class TargetModel:
         _check_taps(config, taps)
         checkpoint = Checkpoint.open(folder)
         check_checkpoint(checkpoint, config, shard)
-        device = torch.device(device)
+        device = _with_index(torch.device(device))
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
         threads = threads or load_threads(device)
         total = bytes_to_read(checkpoint, config, shard)
@@ -191,6 +191,13 @@ class TargetModel:
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V / ranks] fp32: rounded to bf16, near-ties would be ties."""
         return self.ops.linear(hidden, self.head.T, dtype=torch.float32)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """"cuda" means the current GPU to this thread, and GPU 0 to those that read for it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:
