@@ -82,6 +82,26 @@ def test_short_of_pages_the_step_in_flight_is_read_before_anyone_is_preempted() 
     assert replies == run_visits(plain.driver, plain.facts, visits)
 
 
+def test_who_runs_ahead_does_not_wait_for_whose_draws_need_the_host() -> None:
+    """They end while the others' turn does not come, and the others then, with the same tokens."""
+    penalised = SamplingParams(max_tokens=12, ignore_eos=True, presence_penalty=0.4)
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    visits = [staying(range(100, 120), penalised), staying(range(200, 230), free)]
+    engine, plain = engine_of(ahead=True), engine_of(ahead=False, mode="plain")
+    driver = engine.driver
+    driver._turns.is_due = lambda: False  # type: ignore[method-assign]
+    requests = [
+        make_request(f"r{n}", visit.prompt, visit.sampling, engine.facts)
+        for n, visit in enumerate(visits)
+    ]
+    for request in requests:
+        driver.submit(request)
+    ended = [output for outputs in iter(driver.step, None) for output in outputs]
+    assert [output.request_id for output in ended if output.finish_reason] == ["r1", "r0"]
+    wanted = [reply.token_ids for reply in run_visits(plain.driver, plain.facts, visits)]
+    assert [request.tokens[len(request.prompt) :] for request in requests] == wanted
+
+
 def test_a_text_that_fills_the_model_ends_there() -> None:
     visit = staying((1920, *range(100, 129)), SamplingParams(max_tokens=34, ignore_eos=True))
     replies = []

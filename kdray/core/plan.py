@@ -67,6 +67,11 @@ class StepPlan:
     def max_budget(self) -> int:
         return max((request.budget for request in self.requests), default=0)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether any request is behind its prompt."""
+        return any(r.samples and len(r.known) == 1 for r in self.requests)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunningRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from kdray.driver.ahead import AheadDecoder, InFlight
 from kdray.driver.running import on_device
 from kdray.driver.scheduler import AheadStep, RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
+from kdray.driver.turns import HostTurns
 from kdray.kernels.ops import Ops
 from kdray.model.drafter import Drafter
 from kdray.profiling.recorder import Recorder
@@ -75,6 +77,7 @@ class Driver:
         self._depth = speculation.depth
         self._device = device
         self._decoder = decoder
+        self._turns = HostTurns()
         self._flights: deque[InFlight] = deque()  # launched, oldest first; one between two steps
 
     def submit(self, request: Request) -> None:
@@ -112,18 +115,19 @@ class Driver:
         if ahead is not None:
             with self.clock.stage("launch"):
                 self._flights.append(decoder.launch(ahead))
-        planned = self._step_planned()
+        planned = self._step_planned(decodes=ahead is None or self._turns.is_due())
         if planned is None and not self._flights and not outputs:
             return None
         outputs += planned or []
         return outputs + self._collect(decoder, leave=0 if ahead is None else 1)
 
-    def _step_planned(self) -> list[RequestOutput] | None:
+    def _step_planned(self, *, decodes: bool = True) -> list[RequestOutput] | None:
         with self.clock.stage("schedule"):
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(decodes=decodes)
         if plan is None:
             return None
-        result = self.round(plan)
+        with self._turns.turn() if plan.decodes else nullcontext():
+            result = self.round(plan)
         with self.clock.stage("schedule"):
             outputs = self.scheduler.update(plan, result)
             self._count(plan, outputs)

@@ -91,9 +91,12 @@ class Scheduler:
         """Forget a request at once, wherever it is; False where it is not known (any more)."""
         return self._roster.abort(request_id)
 
-    def schedule(self) -> StepPlan | None:
-        """The next step's plan; None where there is nothing to do."""
-        planned = self._plan_running()
+    def schedule(self, *, decodes: bool = True) -> StepPlan | None:
+        """The next step's plan; None where there is nothing to do.
+
+        decodes: False leaves out requests whose prompt is cached; they have a turn later
+        """
+        planned = self._plan_running(decodes)
         planned += self._admit(sum(len(p.known) for p in planned if len(p.known) > 1))
         if not planned:
             return None
@@ -188,14 +191,14 @@ class Scheduler:
             r for r in self._roster.running if len(r.tokens) + more > covered.get(r.request_id, 0)
         ]
 
-    def _plan_running(self) -> list[PlannedRequest]:
+    def _plan_running(self, decodes: bool) -> list[PlannedRequest]:
         chunk_left = self.limits.prefill_chunk
         planned: list[PlannedRequest] = []
         for request in list(self._roster.running):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one a moment ago
-            if request.runs_ahead and request.num_uncached == 1:
-                continue  # schedule_ahead's
+            if request.num_uncached == 1 and (request.runs_ahead or not decodes):
+                continue  # schedule_ahead's, or another time's
             num_known = min(request.num_uncached, chunk_left if request.num_uncached > 1 else 1)
             places = self._worst_case(request.num_cached + num_known)
             if num_known == 0 or not self._roster.reserve(request, places):

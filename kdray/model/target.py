@@ -194,7 +194,7 @@ class TargetModel:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """"cuda" means the current GPU to this thread, and GPU 0 to those that read for it."""
+    """ "cuda" means the current GPU to this thread, and GPU 0 to those that read for it."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

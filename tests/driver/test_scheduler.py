@@ -114,6 +114,20 @@ def test_a_long_prompt_is_cut_into_chunks() -> None:
     assert lengths == [(8, False), (8, False), (4, True)]
 
 
+def test_prompts_get_on_where_decoding_has_no_turn() -> None:
+    scheduler = make_scheduler(prefill_chunk=8)
+    for name, length in (("a", 5), ("b", 7)):
+        scheduler.add(make_request(name, prompt_length=length, max_tokens=4))
+    planned = []
+    for decodes in (False, False, False, True):
+        plan = scheduler.schedule(decodes=decodes)
+        planned.append([(p.request_id, len(p.known)) for p in plan.requests] if plan else None)
+        if plan is not None:
+            assert plan.decodes == decodes
+            scheduler.update(plan, answer(plan, random.Random(0)))
+    assert planned == [[("a", 5), ("b", 3)], [("b", 4)], None, [("a", 1), ("b", 1)]]
+
+
 def test_the_first_token_of_a_prefill_has_no_accept_length() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", prompt_length=3, max_tokens=4))
