@@ -32,9 +32,9 @@ from gpu_timing import Call, copy_bytes_per_us, graph_us, need_gpu
 from record import Record
 from torch import Tensor
 
+from kdray.kernels.attention_batch import DraftAttentionBatch
 from kdray.kernels.cuda_draft import LEAST_STEPS, CudaDraftAttention, DraftPlan, plan_for
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import DraftAttentionBatch
 from kdray.kernels.reference_draft import BlockView, attend_blocks
 
 PAGE = 64

@@ -25,7 +25,8 @@ from kdray.core.sampling import (
     temper,
 )
 from kdray.engine import resolve
-from kdray.kernels.ops import AttentionBatch, load_ops
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.ops import load_ops
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 

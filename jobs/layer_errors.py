@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import LiveRows
 from kdray.model.batch import ForwardBatch
 from kdray.model.mla import AttentionSplit, Rows
 from kdray.model.moe import DenseMLP, Router, Routing

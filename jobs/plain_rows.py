@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import LiveRows
 from kdray.model.batch import ForwardBatch
 
 PAGE = 16  # the pages of a text follow one another

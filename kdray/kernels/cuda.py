@@ -26,21 +26,13 @@ from kdray.kernels import (
     cuda_topk,
     cuda_trees,
 )
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import CudaGemm
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import (
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DraftAttentionBatch,
-    LiveRows,
-    Norm,
-    PlacedRows,
-    RoutingRule,
-    SamplingRows,
-)
+from kdray.kernels.ops import LiveRows, Norm, PlacedRows, RoutingRule, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels import latent_rows
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.attention_table import AttentionPlan, plan_for
 from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
 MAX_BLOCKS = 256
 PLAN_THREADS = 256

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
+from kdray.kernels.attention_batch import DraftAttentionBatch
 from kdray.kernels.loader import NO_DEFINES, KernelLoader
 from kdray.kernels.nvrtc import Defines
-from kdray.kernels.ops import DraftAttentionBatch
 
 # As in draft_attention.cu.
 STAGES = {64: 3, 128: 2}  # by D: those that are compiled

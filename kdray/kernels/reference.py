@@ -27,12 +27,8 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels import reference_fused, reference_moe
-from kdray.kernels.ops import (
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DraftAttentionBatch,
-    SamplingRows,
-)
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference_attention import (
     AttentionTile,
     attend,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.tree import WORD_BITS, mask_to_bool
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.latent_rows import gathered
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch
 
 TILE_ROWS = 256  # rows of a long request attended at once
 SHORT_ROWS = 64  # requests of at most this many rows share a tile

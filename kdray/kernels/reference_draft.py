@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdray.kernels.ops import DraftAttentionBatch
+from kdray.kernels.attention_batch import DraftAttentionBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,15 +12,10 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
 from kdray.kernels import selftest_products
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
 from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
-from kdray.kernels.ops import (
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DraftAttentionBatch,
-    Ops,
-    SamplingRows,
-)
+from kdray.kernels.ops import Ops, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.round_ops import DrawRows, RoundOps, SlotState
 from kdray.kernels.selftest_inputs import CACHED, DEPTH, NODES, RANKS, REQUESTS, Inputs

@@ -1,7 +1,7 @@
 // verify_attention: absorbed MLA over the paged latent cache, a draft tree behind the prefix.
 //
 // out[t, h] = sum over the keys that row t sees of softmax(scale * query[t, h] . key) * key[:C]:
-// values are the first C numbers of a key (kernels/ops.py: AttentionBatch says who sees whom).
+// values are the first C numbers of a key (kernels/attention_batch.py says who sees whom).
 //
 // verify_attention        bf16 on tensor cores (mma.sync), sums and softmax in float32
 // verify_attention_fp32   float32 on CUDA cores

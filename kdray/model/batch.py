@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, LiveRows
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import LiveRows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kdray.kernels.ops import DraftAttentionBatch, Ops
+from kdray.kernels.attention_batch import DraftAttentionBatch
+from kdray.kernels.ops import Ops
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_rope import DraftRope, Rotation
 from kdray.model.layers import RmsNorm

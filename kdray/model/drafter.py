@@ -16,7 +16,8 @@ from kdray.config import DraftWeightType
 from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
-from kdray.kernels.ops import DraftAttentionBatch, Ops
+from kdray.kernels.attention_batch import DraftAttentionBatch
+from kdray.kernels.ops import Ops
 from kdray.model.config import ModelConfig
 from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig

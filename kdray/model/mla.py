@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.latent_rows import gathered
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops
+from kdray.kernels.ops import Ops
 from kdray.model.layers import RmsNorm
 from kdray.model.prefill import attend_block, merge_states
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.plan import DraftTrees, PlannedRequest, StepPlan
-from kdray.kernels.ops import AttentionBatch, SamplingRows
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.ops import SamplingRows
 from kdray.model.batch import ForwardBatch
 
 Int64Array = NDArray[np.int64]

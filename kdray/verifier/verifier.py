@@ -14,7 +14,8 @@ from kdray.core.plan import (
     StepPlan,
     Verified,
 )
-from kdray.kernels.ops import DeviceAttentionBatch, LiveRows, Ops
+from kdray.kernels.attention_batch import DeviceAttentionBatch
+from kdray.kernels.ops import LiveRows, Ops
 from kdray.kernels.round_ops import DrawRows, RoundOps
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel

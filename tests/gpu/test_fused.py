@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kdray.demo import target_path
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.cuda import CudaOps
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.loader import KernelLoader
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops, load_ops
+from kdray.kernels.ops import Ops, load_ops
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.moe import DenseMLP, MoE, Router
 from kdray.model.target import TargetModel

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
+from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.cuda_attention import AttentionRows
 from kdray.kernels.latent_rows import dequantised, quantised
-from kdray.kernels.ops import AttentionBatch
 
 CHAIN, BUSHY, STAR = "chain", "bushy", "star"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kdray.kernels.ops import DraftAttentionBatch
+from kdray.kernels.attention_batch import DraftAttentionBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from torch import Tensor
 from kdray.core.plan import Candidates, DraftTrees
 from kdray.core.request import SamplingParams
 from kdray.core.tree import ABSENT, quantise
+from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.ops import AttentionBatch, SamplingRows
+from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference import ReferenceOps
 from tests.kernels.random_trees import break_trees, random_trees, walking_target
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
 from kdray.kernels import reference_attention
-from kdray.kernels.ops import AttentionBatch, Ops
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.ops import Ops
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3

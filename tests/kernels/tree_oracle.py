@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kdray.kernels import cuda_attention
-from kdray.kernels.ops import AttentionBatch, DeviceAttentionBatch, Ops, load_ops
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.ops import Ops, load_ops
 from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 from tests.model.paged import PagedRunner, Part, ancestors, make_batch

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.latent_rows import FP8, RowFormat
-from kdray.kernels.ops import AttentionBatch
 from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.target import TargetModel
 

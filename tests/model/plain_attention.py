@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdray.kernels.ops import AttentionBatch
+from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.reference import ReferenceOps
 
 

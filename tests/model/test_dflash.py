@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from kdray.errors import CheckpointError, UnsupportedModel
-from kdray.kernels.ops import DraftAttentionBatch, load_ops
+from kdray.kernels.attention_batch import DraftAttentionBatch
+from kdray.kernels.ops import load_ops
 from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig, DraftVisibility, default_target_layer_ids
 from kdray.model.dflash_weights import load_weights
