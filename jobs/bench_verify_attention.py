@@ -36,7 +36,9 @@ from record import Record
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask, mask_to_bool
-from kdray.kernels.cuda_attention import AttentionRows, AttentionSchedule, CudaAttention
+from kdray.kernels.attention_rows import AttentionRows
+from kdray.kernels.cuda_attention import CudaAttention
+from kdray.kernels.cuda_plan import AttentionSchedule
 from kdray.kernels.latent_rows import dequantised, is_fp8, quantised, row_bytes
 from kdray.kernels.loader import KernelLoader
 

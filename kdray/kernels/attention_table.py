@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 DEFAULT_LEAST_COST = 90
 SMALL_ROWS = 40
 SMALL_COST = 150
@@ -19,8 +21,37 @@ ROWS: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class EntryShape:
+    """One entry point of verify_attention.cu: its block, its tiles, and what they cost.
+
+    step        keys; a step of a tile of n eights of rows costs step_cost + eight_cost * n
+    setup_cost  of a piece beside its steps
+    """
+
+    entry: str
+    threads: int
+    tile_rows: int
+    step: int
+    step_cost: int
+    eight_cost: int
+    setup_cost: int
+
+    @property
+    def lowest_share(self) -> int:
+        """plan_attention.cu takes no lower least cost."""
+        dearest = self.step_cost + self.eight_cost * (self.tile_rows // 8)
+        return 2 * (self.setup_cost + dearest)
+
+
+SHAPES = {
+    torch.bfloat16: EntryShape("verify_attention", 384, 72, 16, 6, 1, 40),
+    torch.float32: EntryShape("verify_attention_fp32", 256, 8, 32, 1, 0, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Costs are in units of cuda_attention.SHAPES: a step of 16 keys by 72 rows is 15.
+    """Costs are in units of SHAPES: a step of 16 keys by 72 rows is 15.
 
     blocks       of the grid, one a multiprocessor at most
     least_cost   of a block's share of the work

@@ -14,126 +14,13 @@ from torch import Tensor
 from kdray.errors import KernelError
 from kdray.kernels import latent_rows
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
-from kdray.kernels.attention_table import AttentionPlan, plan_for
+from kdray.kernels.attention_rows import AttentionRows
+from kdray.kernels.attention_table import SHAPES, AttentionPlan
+from kdray.kernels.cuda_plan import MAX_BLOCKS, AttentionPlanner, AttentionSchedule
 from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
 
-MAX_BLOCKS = 256
-PLAN_THREADS = 256
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """One entry point of verify_attention.cu: its block, its tiles, and what they cost.
-
-    step        keys; a step of a tile of n eights of rows costs step_cost + eight_cost * n
-    setup_cost  of a piece beside its steps
-    """
-
-    entry: str
-    threads: int
-    tile_rows: int
-    step: int
-    step_cost: int
-    eight_cost: int
-    setup_cost: int
-
-    @property
-    def lowest_share(self) -> int:
-        """plan_attention.cu takes no lower least cost."""
-        dearest = self.step_cost + self.eight_cost * (self.tile_rows // 8)
-        return 2 * (self.setup_cost + dearest)
-
-
-SHAPES = {
-    torch.bfloat16: _Shape("verify_attention", 384, 72, 16, 6, 1, 40),
-    torch.float32: _Shape("verify_attention_fp32", 256, 8, 32, 1, 0, 2),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionRows:
-    """Whose rows are whose, on the device: what a captured launch reads anew at every replay.
-
-    Request r has rows row_start[r] .. row_start[r + 1]; the first num_known[r] + num_nodes[r] - 1
-    of them are real and the others give 0. A request with num_known 0 has no real rows.
-
-    row_start    [R + 1] int32         num_cached, num_known, num_nodes   [R] int32
-    page_table   [R, P] int32          mask   [R, N, W] int32, as in AttentionBatch
-    rows_cap     rows a request has at most; together with R it names the bucket of a graph
-    """
-
-    row_start: Tensor
-    num_cached: Tensor
-    num_known: Tensor
-    num_nodes: Tensor
-    page_table: Tensor
-    page_size: int
-    mask: Tensor
-    rows_cap: int
-
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.row_start, self.num_cached, self.num_known, self.num_nodes
-
-    @classmethod
-    def of(cls, batch: AttentionBatch, device: torch.device) -> AttentionRows:
-        """One upload of the batch's host integers, from memory the copy need not wait for."""
-        _check_reach(batch)
-        starts, known = np.asarray(batch.row_start), np.asarray(batch.num_known)
-        rows = np.diff(starts)
-        host = np.concatenate([starts, batch.num_cached, known, rows - known + 1])
-        pinned = torch.from_numpy(host.astype(np.int32))
-        if device.type == "cuda":
-            pinned = pinned.pin_memory()
-        requests = len(rows)
-        numbers = pinned.to(device, non_blocking=True)
-        row_start, cached, known_on_device, nodes = numbers.split(
-            [requests + 1, requests, requests, requests]
-        )
-        return cls(
-            row_start=row_start,
-            num_cached=cached,
-            num_known=known_on_device,
-            num_nodes=nodes,
-            page_table=batch.page_table.contiguous(),
-            page_size=batch.page_size,
-            mask=batch.mask.contiguous(),
-            rows_cap=int(rows.max(initial=0)),
-        )
-
-    @classmethod
-    def of_device(cls, batch: DeviceAttentionBatch) -> AttentionRows:
-        """Trees of one root and N nodes each; nothing is read back."""
-        requests, nodes, _ = batch.mask.shape
-        device = batch.mask.device
-        return cls(
-            row_start=nodes * torch.arange(requests + 1, dtype=torch.int32, device=device),
-            num_cached=batch.num_cached.contiguous(),
-            num_known=torch.ones(requests, dtype=torch.int32, device=device),
-            num_nodes=batch.num_nodes.contiguous(),
-            page_table=batch.page_table.contiguous(),
-            page_size=batch.page_size,
-            mask=batch.mask.contiguous(),
-            rows_cap=nodes,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionSchedule:
-    """Who does what of a batch, for all layers: plan_attention.cu.
-
-    piece   [P, 16] int32, as reference_plan.PIECE_FIELDS names them
-    start   [G + 1] int32: block b has pieces start[b] .. start[b + 1] - 1
-    """
-
-    piece: Tensor
-    start: Tensor
-
-    @property
-    def blocks(self) -> int:
-        return self.start.shape[0] - 1
 
 
 class CudaAttention:
@@ -148,8 +35,7 @@ class CudaAttention:
     ) -> None:
         """plan: instead of the table's; variant: further defines of the kernel, for measuring."""
         self._loader = loader
-        self._on_gpu = loader.device.type == "cuda"
-        self._plan = plan
+        self._planner = AttentionPlanner(loader, plan)
         self._variant = dict(variant)
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
         # Every layer of a step attends alike: what the layers share is laid out once a batch.
@@ -180,34 +66,8 @@ class CudaAttention:
         return out
 
     def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
-        """Deal out the batch's work, by its lengths; may be captured.
-
-        How many blocks there are depends on R, rows_cap and H alone.
-        """
-        shape, requests = SHAPES[dtype], rows.page_table.shape[0]
-        plan = self._plan or self._plan_for(dtype, requests, rows.rows_cap * heads)
-        blocks, tile_rows = min(plan.blocks, self._most_blocks()), self._tile_rows(shape)
-        small_rows = min(plan.small_rows, tile_rows)
-        tiles = -(-rows.rows_cap * heads // small_rows)
-        device = rows.row_start.device
-        schedule = AttentionSchedule(
-            piece=torch.empty(requests * tiles + blocks, 16, dtype=torch.int32, device=device),
-            start=torch.empty(blocks + 1, dtype=torch.int32, device=device),
-        )
-        cost = torch.empty(max(requests * tiles, 1), dtype=torch.int32, device=device)
-        self._loader.get("plan_attention", "plan_attention").launch(
-            1,
-            PLAN_THREADS,
-            (
-                *(schedule.piece, schedule.start, cost, *rows.lengths),
-                *(requests, heads, rows.page_table.shape[1], rows.page_size.bit_length() - 1),
-                *(rows.mask.shape[1], tiles, tile_rows, small_rows, plan.small_cost, shape.step),
-                *(shape.step_cost, shape.eight_cost, shape.setup_cost),
-                *(max(shape.lowest_share, plan.least_cost), blocks),
-            ),
-            overlap=True,
-        )
-        return schedule
+        """Who does what of these rows in `attend`; may be captured."""
+        return self._planner.schedule(rows, dtype, heads)
 
     def attend(
         self,
@@ -246,16 +106,6 @@ class CudaAttention:
             overlap=True,
         )
 
-    def _tile_rows(self, shape: _Shape) -> int:
-        """Rows of a tile at most; sm_120 has registers for one eight less (.._shared.cuh)."""
-        newer = self._on_gpu and int(self._loader.arch[3:]) >= 120
-        return min(shape.tile_rows, 64) if newer else shape.tile_rows
-
-    def _plan_for(self, dtype: torch.dtype, requests: int, packed_rows: int) -> AttentionPlan:
-        if dtype == torch.float32:
-            return AttentionPlan(self._processors(), SHAPES[dtype].lowest_share)
-        return plan_for(self._processors(), requests, packed_rows)
-
     def _lay_out(self, batch: AttentionBatch | DeviceAttentionBatch) -> AttentionRows:
         if isinstance(batch, DeviceAttentionBatch):
             return AttentionRows.of_device(batch)
@@ -269,20 +119,11 @@ class CudaAttention:
         """Of all launches alike: for as many blocks as any of them has."""
         key = (dtype, latent_dim)
         if key not in self._work:
-            most = max(blocks, self._plan.blocks if self._plan else self._processors())
+            most = max(blocks, self._planner.most_blocks)
             self._work[key] = _Workspace.empty(
-                min(most, MAX_BLOCKS), SHAPES[dtype].tile_rows, latent_dim, self._loader.device
+                most, SHAPES[dtype].tile_rows, latent_dim, self._loader.device
             )
         return self._work[key]
-
-    def _most_blocks(self) -> int:
-        """They wait for one another: a multiprocessor for each."""
-        return min(MAX_BLOCKS, self._processors()) if self._on_gpu else MAX_BLOCKS
-
-    def _processors(self) -> int:
-        if not self._on_gpu:
-            return 3  # the kernel's source run on the CPU
-        return torch.cuda.get_device_properties(self._loader.device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,17 +203,6 @@ def _check(out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows) -> No
         raise KernelError("row_start, lengths, page_table and mask are int32")
     if not all(tensor.is_contiguous() for tensor in (out, *numbers)) or out.data_ptr() % 16:
         raise KernelError("out, lengths, page_table and mask lie whole, out at 16 bytes")
-
-
-def _check_reach(batch: AttentionBatch) -> None:
-    reach = batch.page_table.shape[1] * batch.page_size
-    rows = np.diff(batch.row_start)
-    for r, last in enumerate(np.asarray(batch.num_cached) + rows):
-        if last > reach:
-            raise ValueError(
-                f"request {r} reaches position {last - 1}, beyond its page table; "
-                "reserve pages for known tokens and drafts before the step"
-            )
 
 
 def _rounded(size: int, to: int) -> int:

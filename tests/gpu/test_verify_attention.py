@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
+from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.attention_table import AttentionPlan
-from kdray.kernels.cuda_attention import AttentionRows, CudaAttention
+from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.loader import KernelLoader
 from tests.kernels.attention_cases import (
     BUSHY,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
 from kdray.kernels.attention_batch import AttentionBatch
-from kdray.kernels.cuda_attention import AttentionRows
+from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.latent_rows import dequantised, quantised
 
 CHAIN, BUSHY, STAR = "chain", "bushy", "star"

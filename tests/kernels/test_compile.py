@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kdray.kernels import (
+    attention_table,
     cuda_absorb,
     cuda_attention,
     cuda_draft,
@@ -167,7 +168,7 @@ def test_tree_designs_fit_with_their_dynamic_memory() -> None:
 
 @pytest.mark.parametrize("dims", ATTENTION_DIMS, ids=str)
 def test_attention_fits_with_its_dynamic_memory(dims: tuple[int, int]) -> None:
-    for dtype in cuda_attention.SHAPES:  # that a block needs no more, the source asserts
+    for dtype in attention_table.SHAPES:  # that a block needs no more, the source asserts
         for fp8 in (False, True):
             assert cuda_attention.shared_bytes(dtype, *dims, fp8) <= MAX_BLOCK_BYTES
 

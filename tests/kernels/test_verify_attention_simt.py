@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.attention_batch import DeviceAttentionBatch
-from kdray.kernels.attention_table import AttentionPlan
-from kdray.kernels.cuda_attention import SHAPES, CudaAttention
+from kdray.kernels.attention_table import SHAPES, AttentionPlan
+from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.reference_plan import PIECE_FIELDS, PlanCosts, plan_attention
 from tests.kernels.attention_cases import (
