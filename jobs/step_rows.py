@@ -28,6 +28,7 @@ from kdray.core.plan import (
 )
 from kdray.core.request import SamplingParams
 from kdray.driver.running import Placement, RunningState
+from kdray.kernels.page_tables import PageTables
 
 Int32Array = NDArray[np.int32]
 
@@ -137,9 +138,10 @@ def running_state(rank: Rank, requests: int, context: int, beyond: int) -> Runni
             f"{requests} requests of {context} tokens need {requests * pages} pages of {size}, "
             f"and there are {spare}; give --kv-tokens more"
         )
-    state = RunningState(
+    tables = PageTables(
         slots=requests, pages=pages, page_size=size, spare_page=spare, device=rank.device
     )
+    state = RunningState(tables)
     roots = np.random.default_rng(requests).integers(0, rank.num_tokens, requests)
     state.place(
         [

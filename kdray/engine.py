@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kdray.config import EngineConfig
-from kdray.core.buckets import Buckets
 from kdray.core.budget import Speculation
 from kdray.core.pages import PageAllocator
 from kdray.core.plan import VerifierGroup
 from kdray.core.request import Request, SamplingParams
-from kdray.driver.ahead import AheadDecoder
 from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
 from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
+from kdray.engine_rounds import RoundSizes, ahead_decoder, can_run_ahead, follower_rounds
 from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
 from kdray.kernel_sizes import kernel_sizes
-from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.ops import Ops, load_ops
-from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.kernels.selftest import check_kernels
 from kdray.memory_plan import SPARE_PAGES, plan_of_start
-from kdray.model.dflash_config import DFlashConfig
 from kdray.model.drafter import DFlashDrafter, Drafter
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.model.target import TargetModel
@@ -56,7 +51,6 @@ __all__ = [
 
 MakeGroup = Callable[[Verifier], VerifierGroup]
 
-PROGRESS_WIDTH = 30
 _log = logging.getLogger(__name__)
 
 
@@ -137,10 +131,10 @@ def build_engine(
     """
     ops = load_ops(facts.device)
     shard = shard or Shard()
-    draft = _draft_config(facts)
+    draft = facts.draft_config()
     taps = draft.target_layer_ids if draft else ()
     if runs_ahead is None:
-        runs_ahead = _runs_ahead(config, facts)
+        runs_ahead = can_run_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
     verifier = build_verifier(
         config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
@@ -162,7 +156,7 @@ def build_follower(
     On GPUs it records its graphs here, which ends when rank 0 records its own.
     """
     if runs_ahead is None:
-        runs_ahead = _runs_ahead(config, facts)
+        runs_ahead = can_run_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
     ops = load_ops(facts.device)
     verifier = build_verifier(
@@ -170,27 +164,11 @@ def build_follower(
     )
     if round_ops is None:
         return verifier, None
-    draft = _draft_config(facts) if config.mode != "plain" else None
+    draft = facts.draft_config() if config.mode != "plain" else None
     speculation = _speculation(config, draft.block_size - 1 if draft else None)
     scheduler = _scheduler(config, facts, speculation, runs_ahead=True)
-    tables = PageTables(
-        slots=config.max_requests,
-        pages=scheduler.pages.pages_for(scheduler.most_places),
-        page_size=config.page_size,
-        spare_page=facts.num_pages,
-        device=facts.device,
-    )
-    rounds = FollowerRounds(
-        verifier,
-        collectives,
-        tables,
-        round_ops,
-        buckets=_buckets(config, speculation),
-        depth=speculation.depth,
-    )
-    if facts.device.type == "cuda":
-        with on_device(facts.device):
-            rounds.capture()
+    sizes = RoundSizes.of(scheduler, speculation)
+    rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device)
     return verifier, rounds
 
 
@@ -212,15 +190,15 @@ def assemble(
     if round_ops is not None:
         assert isinstance(verifiers, LocalGroup | RankGroup)
         assert isinstance(drafter, DFlashDrafter | None)
-        state = _running_state(config, facts, scheduler)
+        sizes = RoundSizes.of(scheduler, speculation)
         parts = RoundParts(
             drafter=drafter,
             verifiers=verifiers,
             ops=round_ops,
-            state=state,
-            depth=speculation.depth,
+            state=RunningState(sizes.page_tables(facts.device)),
+            depth=sizes.depth,
         )
-        decoder = _decoder(config, parts, speculation)
+        decoder = ahead_decoder(parts, sizes, speculation.candidates_kept)
     driver = Driver(
         verifiers=verifiers,
         drafter=drafter,
@@ -231,10 +209,6 @@ def assemble(
         decoder=decoder,
     )
     return Engine(facts=facts, driver=driver, speculation=speculation)
-
-
-def _draft_config(facts: EngineFacts) -> DFlashConfig | None:
-    return DFlashConfig.from_folder(facts.drafter) if facts.drafter else None
 
 
 def _speculation(config: EngineConfig, depth: int | None) -> Speculation:
@@ -261,62 +235,6 @@ def _scheduler(
         speculation=speculation,
         runs_ahead=runs_ahead,
     )
-
-
-def _buckets(config: EngineConfig, speculation: Speculation) -> Buckets:
-    return Buckets.of(config.max_requests, speculation.draft_nodes(1 << 30))
-
-
-def _runs_ahead(config: EngineConfig, facts: EngineFacts) -> bool:
-    """Where device rounds can be CUDA graphs. Every rank finds the same."""
-    on_gpu = config.graphs and facts.device.type == "cuda"
-    return on_gpu and _fits_rounds(config, facts, _draft_config(facts))
-
-
-def _fits_rounds(config: EngineConfig, facts: EngineFacts, draft: DFlashConfig | None) -> bool:
-    reason = beyond_kernels(
-        vocab=facts.model.vocab_size,
-        depth=draft.block_size - 1 if draft else 0,
-        page_size=config.page_size,
-    )
-    if reason is not None:
-        _log.warning("no CUDA graphs for this model, every step comes from the host: %s", reason)
-    return reason is None
-
-
-def _running_state(config: EngineConfig, facts: EngineFacts, scheduler: Scheduler) -> RunningState:
-    return RunningState(
-        slots=config.max_requests,
-        pages=scheduler.pages.pages_for(scheduler.most_places),
-        page_size=config.page_size,
-        spare_page=facts.num_pages,
-        device=facts.device,
-    )
-
-
-def _decoder(config: EngineConfig, parts: RoundParts, speculation: Speculation) -> AheadDecoder:
-    """The device rounds of every size; on a GPU captured as CUDA graphs."""
-    decoder = AheadDecoder(parts, _buckets(config, speculation), speculation.candidates_kept)
-    if parts.state.slots.root.device.type == "cuda":
-        start = time.perf_counter()
-        with on_device(parts.state.slots.root.device):
-            taken = decoder.capture(_show_progress)
-        seconds = time.perf_counter() - start
-        _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / 2**20)
-    return decoder
-
-
-def _show_progress(done: int, total: int) -> None:
-    """A bar on a terminal; elsewhere the log's line at the end is enough."""
-    if sys.stderr.isatty():
-        bar = "#" * (PROGRESS_WIDTH * done // total)
-        end = "\n" if done == total else ""
-        print(
-            f"\rcapturing CUDA graphs [{bar:<{PROGRESS_WIDTH}}] {done}/{total}",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _load_drafter(

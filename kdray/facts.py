@@ -14,6 +14,7 @@ from kdray.errors import ConfigError
 from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
+from kdray.model.dflash_config import DFlashConfig
 from kdray.verifier.kv_cache import KVCache
 
 MOST_AHEAD = MAX_DEPTH + 1  # tokens a step in flight may add, in graphs
@@ -33,6 +34,10 @@ class EngineFacts:
     threads: int
     max_model_len: int
     num_pages: int
+
+    def draft_config(self) -> DFlashConfig | None:
+        """As the drafter's folder says it; None: there is no drafter."""
+        return DFlashConfig.from_folder(self.drafter) if self.drafter else None
 
 
 def resolve(config: EngineConfig) -> EngineFacts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kdray.config import EngineConfig
 from kdray.facts import EngineFacts
 from kdray.kernels.selftest_inputs import DraftSizes, Sizes
-from kdray.model.dflash_config import DFlashConfig
 from kdray.model.moe import routing_rule
 from kdray.model.parallel import Shard
 from kdray.model.weights import experts_stay_packed
@@ -36,9 +35,9 @@ def kernel_sizes(config: EngineConfig, facts: EngineFacts, shard: Shard) -> Size
 
 
 def _draft_sizes(facts: EngineFacts) -> DraftSizes | None:
-    if facts.drafter is None:
+    draft = facts.draft_config()
+    if draft is None:
         return None
-    draft = DFlashConfig.from_folder(facts.drafter)
     return DraftSizes(
         heads=draft.num_heads,
         groups=draft.num_kv_heads,

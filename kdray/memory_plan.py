@@ -260,7 +260,7 @@ def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> Memory
     planned = Planned(
         config=config,
         model=facts.model,
-        drafter=DFlashConfig.from_folder(facts.drafter) if facts.drafter else None,
+        drafter=facts.draft_config(),
         dtype=facts.dtype,
         kv_row=facts.kv_row,
         packed=experts_stay_packed(facts.model, facts.dtype, facts.device),

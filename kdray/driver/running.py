@@ -43,21 +43,18 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 class RunningState:
-    """S slots, and one more that stands for padding: its pages are all the spare page.
+    """S slots, and one more that stands for padding, as the page tables have them.
 
     small   [4, S + 1] int32: root, root position, temperature (float32 bits), top-k
     wide    [3, S + 1] int64: top-p, min-p (float64 bits), seed
-    pages   [S + 1, P] int32
     """
 
-    def __init__(
-        self, *, slots: int, pages: int, page_size: int, spare_page: int, device: torch.device
-    ) -> None:
-        self._tables = PageTables(
-            slots=slots, pages=pages, page_size=page_size, spare_page=spare_page, device=device
-        )
-        self._small = torch.zeros(4, slots + 1, dtype=torch.int32, device=device)
-        self._wide = torch.zeros(3, slots + 1, dtype=torch.int64, device=device)
+    def __init__(self, tables: PageTables) -> None:
+        """tables: of these slots, written here alone."""
+        slots, device = len(tables.table), tables.table.device
+        self._tables = tables
+        self._small = torch.zeros(4, slots, dtype=torch.int32, device=device)
+        self._wide = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self._wide[TOP_P] = _bits(1.0)
 
     @property

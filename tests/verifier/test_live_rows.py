@@ -7,6 +7,7 @@ import torch
 from kdray.core.plan import DraftTrees
 from kdray.driver.running import RunningState
 from kdray.kernels.ops import RoutingRule
+from kdray.kernels.page_tables import PageTables
 from kdray.kernels.reference_fused import route_experts
 from kdray.verifier.verifier import rows_on_device
 
@@ -14,7 +15,8 @@ RULE = RoutingRule(top_k=2, num_groups=1, top_groups=1, normalize=True, scale=1.
 
 
 def test_padding_goes_to_no_expert() -> None:
-    state = RunningState(slots=4, pages=3, page_size=4, spare_page=9, device=torch.device("cpu"))
+    tables = PageTables(slots=4, pages=3, page_size=4, spare_page=9, device=torch.device("cpu"))
+    state = RunningState(tables)
     rows = state.rows(torch.tensor([2, 0, -1], dtype=torch.int32))
     zeros = torch.zeros(3, 4, dtype=torch.int32)
     trees = DraftTrees(
