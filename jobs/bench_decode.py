@@ -170,10 +170,7 @@ def story_prompts(arguments: argparse.Namespace, count: int) -> Prompts:
     """Held-out story prompts through the model's chat template."""
     tokenizer = Tokenizer.from_folder(resolve(EngineConfig(model=arguments.model)).target)
     return [
-        encode_chat(
-            tokenizer,
-            [{"role": turn.role, "content": turn.content} for turn in document.prompt_turns],
-        )
+        encode_chat(tokenizer, document.prompt_messages)
         for document in held_out_prompts("story", count, seed=11)
     ]
 

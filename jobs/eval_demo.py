@@ -162,7 +162,7 @@ def ask(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Asked:
         for kind in KINDS
         for document in held_out_prompts(kind, arguments.per_kind, arguments.seed)
     )
-    chats = [[{"role": t.role, "content": t.content} for t in d.prompt_turns] for d in documents]
+    chats = [document.prompt_messages for document in documents]
     kinds: list[str] = [document.last.kind for document in documents]
     for task in humaneval(arguments.humaneval):
         chats.append([{"role": "user", "content": f"Complete this Python function.\n{task}"}])

@@ -191,12 +191,9 @@ def answers(
     )
     with LLM(config) as llm:
         prompts = [
-            encode_chat(llm.tokenizer, [{"role": t.role, "content": t.content} for t in turns])
+            encode_chat(llm.tokenizer, document.prompt_messages)
             for kind in KINDS
-            for turns in (
-                document.prompt_turns
-                for document in held_out_prompts(kind, arguments.per_kind, arguments.seed)
-            )
+            for document in held_out_prompts(kind, arguments.per_kind, arguments.seed)
         ]
         sampling = [
             SamplingParams(

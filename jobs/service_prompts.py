@@ -40,8 +40,7 @@ def demo_prompts(count: int, seed: int, options: dict[str, Any]) -> Prompts:
 
     documents = [d for kind in KINDS for d in held_out_prompts(kind, -(-count // 4), seed=seed)]
     random.Random(seed).shuffle(documents)
-    chats = [[{"role": t.role, "content": t.content} for t in d.prompt_turns] for d in documents]
-    return Prompts([Ask(CHAT, options | {"messages": chat}) for chat in chats])
+    return Prompts([Ask(CHAT, options | {"messages": d.prompt_messages}) for d in documents])
 
 
 def file_prompts(path: Path, options: dict[str, Any]) -> Prompts:

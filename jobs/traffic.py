@@ -42,14 +42,10 @@ class Reply:
 def demo_prompts(facts: EngineFacts, each: int = 12, seed: int = 3) -> list[list[int]]:
     """Chats of the demo model's four kinds, as tokens."""
     tokenizer = Tokenizer.from_folder(facts.target)
-    documents = [
-        document
+    return [
+        encode_chat(tokenizer, document.prompt_messages)
         for kind in ("story", "problem", "function", "question")
         for document in held_out_prompts(kind, each, seed=seed)  # type: ignore[arg-type]
-    ]
-    return [
-        encode_chat(tokenizer, [{"role": t.role, "content": t.content} for t in d.prompt_turns])
-        for d in documents
     ]
 
 

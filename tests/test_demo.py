@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from kdray import LLM, EngineConfig, SamplingParams
-from kdray.demo.text import Document, check_answer, held_out_prompts
+from kdray.demo.text import check_answer, held_out_prompts
 from kdray.errors import InvalidRequest
 from kdray.llm import Completion
 from kdray.model.chat import encode_chat
@@ -23,12 +23,8 @@ DRAWN = SamplingParams(max_tokens=128, temperature=0.8, seed=5)
 def generate(sampling: SamplingParams, **wishes: object) -> list[Completion]:
     config = EngineConfig(device="cpu", threads=1, **wishes)  # type: ignore[arg-type]
     with LLM(config) as llm:
-        prompts = [encode_chat(llm.tokenizer, _messages(document)) for document in DOCUMENTS]
+        prompts = [encode_chat(llm.tokenizer, document.prompt_messages) for document in DOCUMENTS]
         return llm.generate(prompts, sampling)
-
-
-def _messages(document: Document) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in document.prompt_turns]
 
 
 @cache
@@ -64,7 +60,7 @@ def test_answers_are_right_and_take_several_tokens_a_step() -> None:
 
 def test_a_stop_string_cuts_the_text_and_frees_the_request() -> None:
     with LLM(EngineConfig(device="cpu", threads=1)) as llm:
-        prompt = encode_chat(llm.tokenizer, _messages(DOCUMENTS[0]))
+        prompt = encode_chat(llm.tokenizer, DOCUMENTS[0].prompt_messages)
         [whole] = llm.generate([prompt], GREEDY)
         word = whole.text.split()[5]
         [cut] = llm.generate([prompt], SamplingParams(max_tokens=128, stop=(word,)))

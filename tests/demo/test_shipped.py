@@ -67,8 +67,7 @@ def test_held_out_answers_are_right(demo: Demo) -> None:
 def test_product_encodes_prompts_as_the_training_did(demo: Demo) -> None:
     llm = LLM(EngineConfig(model="demo", mode="plain", device="cpu", dtype="float32"))
     for document, prompt in zip(demo.documents, demo.prompts, strict=True):
-        messages = [{"role": t.role, "content": t.content} for t in document.prompt_turns]
-        assert encode_chat(llm.tokenizer, messages) == prompt
+        assert encode_chat(llm.tokenizer, document.prompt_messages) == prompt
     llm.close()
 
 

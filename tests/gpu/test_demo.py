@@ -26,16 +26,10 @@ SAMPLINGS = {
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     with LLM(EngineConfig(device="cpu", mode="plain")) as llm:
-        documents = [
-            document
+        return [
+            encode_chat(llm.tokenizer, document.prompt_messages)
             for kind in ("story", "problem", "function", "question")
             for document in held_out_prompts(kind, 6, seed=21)  # type: ignore[arg-type]
-        ]
-        return [
-            encode_chat(
-                llm.tokenizer, [{"role": t.role, "content": t.content} for t in d.prompt_turns]
-            )
-            for d in documents
         ]
 
 

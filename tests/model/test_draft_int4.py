@@ -179,9 +179,9 @@ def generate(sampling: SamplingParams, **wishes: Any) -> tuple[list[list[int]], 
     """Texts, and the accept lengths of each."""
     with LLM(EngineConfig(device="cpu", threads=1, **wishes)) as llm:
         prompts = [
-            encode_chat(llm.tokenizer, [{"role": t.role, "content": t.content} for t in turns])
+            encode_chat(llm.tokenizer, document.prompt_messages)
             for kind in ("story", "problem")
-            for turns in (d.prompt_turns for d in held_out_prompts(kind, 3, seed=5))  # type: ignore[arg-type]
+            for document in held_out_prompts(kind, 3, seed=5)  # type: ignore[arg-type]
         ]
         done = llm.generate(prompts, sampling)
     return [c.token_ids for c in done], [c.accept_lengths for c in done]

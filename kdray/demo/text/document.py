@@ -73,6 +73,11 @@ class Document:
         """All messages but the last answer."""
         return self.turns[:-1]
 
+    @property
+    def prompt_messages(self) -> list[dict[str, str]]:
+        """prompt_turns as a chat template and OpenAI's API take them."""
+        return [{"role": turn.role, "content": turn.content} for turn in self.prompt_turns]
+
 
 @dataclass(frozen=True)
 class Verdict:
