@@ -122,15 +122,34 @@ def add_rms_norm(ops: CudaOps, rows: int, width: int, dtype: torch.dtype) -> Cas
     )
 
 
+class Roped(NamedTuple):
+    """What rope_cache takes, in its order."""
+
+    query: Tensor
+    kv: Tensor
+    cache: Tensor
+    rows: SomeRows
+    norm: SomeNorm
+
+    @classmethod
+    def of(cls, rows: int, heads: int, dtype: torch.dtype) -> Roped:
+        """KV is the end of a wider product's rows."""
+        product = drawn(rows, 1536 + LATENT + ROPE, dtype=dtype)
+        turns = torch.polar(torch.ones(rows, ROPE // 2, device="cuda"), drawn(rows, ROPE // 2))
+        return cls(
+            drawn(rows, heads, NOPE + ROPE, dtype=dtype),
+            product[:, 1536:],
+            drawn(4096, LATENT + ROPE, dtype=dtype),
+            SomeRows(turns, torch.randperm(4096, device="cuda")[:rows]),
+            norm_of(LATENT, dtype),
+        )
+
+
 def rope_cache(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
-    product = drawn(rows, 1536 + LATENT + ROPE, dtype=dtype)
-    query, kv = drawn(rows, heads, NOPE + ROPE, dtype=dtype), product[:, 1536:]
-    cache, norm = drawn(4096, LATENT + ROPE, dtype=dtype), norm_of(LATENT, dtype)
-    turns = torch.polar(torch.ones(rows, ROPE // 2, device="cuda"), drawn(rows, ROPE // 2))
-    placed = SomeRows(turns, torch.randperm(4096, device="cuda")[:rows])
+    given = Roped.of(rows, heads, dtype)
 
     def turned(rope: Callable[..., Tensor]) -> Outputs:
-        return (rope(query, kv, cache, placed, norm)[..., LATENT:],)
+        return (rope(*given)[..., LATENT:],)
 
     numbers = rows * 2 * (LATENT + ROPE + heads * ROPE) + LATENT
     return Case(
@@ -142,14 +161,9 @@ def rope_cache(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
 
 def absorb_query(ops: CudaOps, rows: int, heads: int, dtype: torch.dtype) -> Case:
     """A matrix's outputs have their weights side by side, as a checkpoint has them."""
-    product = drawn(rows, 1536 + LATENT + ROPE, dtype=dtype)
-    query, kv = drawn(rows, heads, NOPE + ROPE, dtype=dtype), product[:, 1536:]
-    cache, norm = drawn(4096, LATENT + ROPE, dtype=dtype), norm_of(LATENT, dtype)
-    turns = torch.polar(torch.ones(rows, ROPE // 2, device="cuda"), drawn(rows, ROPE // 2))
-    placed = SomeRows(turns, torch.randperm(4096, device="cuda")[:rows])
     weight = (drawn(heads, LATENT, NOPE) * NOPE**-0.5).to(dtype).mT
+    given = (*Roped.of(rows, heads, dtype), weight)
     torch.cuda.synchronize()  # a kernel fetches weights ahead of the launch in front
-    given = (query, kv, cache, placed, norm, weight)
     numbers = rows * 2 * (LATENT + ROPE + heads * (NOPE + LATENT + ROPE)) + weight.numel()
     return Case(
         lambda: (ops.absorb_query(*given),),
