@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels.attention_batch import DraftAttentionBatch
-from kdray.kernels.loader import NO_DEFINES, KernelLoader
+from kdray.kernels.loader import NO_DEFINES, KernelLoader, processors_of
 from kdray.kernels.nvrtc import Defines
 
 # As in draft_attention.cu.
@@ -76,7 +76,7 @@ class CudaDraftAttention:
             return out
         tiles = row_tiles(slots * heads // groups)
         window = min(batch.window or NO_WINDOW, NO_WINDOW)
-        plan = self._plan or plan_for(_processors(self._loader.device), requests, groups)
+        plan = self._plan or plan_for(processors_of(self._loader.device), requests, groups)
         work = self._workspace(groups, tiles, dim)
         query = query if _in_rows(query) else query.contiguous()
         wished = defines(dim, tiles, plan.stages) | self._variant
@@ -106,7 +106,7 @@ class CudaDraftAttention:
         key = (groups, tiles, dim)
         if key not in self._work:
             device = self._loader.device
-            most = self._plan or DraftPlan(most_pieces(_processors(device), groups), LEAST_STEPS)
+            most = self._plan or DraftPlan(most_pieces(processors_of(device), groups), LEAST_STEPS)
             slots = 2 * most.pieces
             self._work[key] = _Workspace.empty(slots, groups, 16 * tiles, dim, device)
         return self._work[key]
@@ -204,9 +204,3 @@ def _refusal(query: Tensor, own: Tensor, cache: Tensor, batch: DraftAttentionBat
         f"{16 * TILES[-1]}, all but the query contiguous, end and page_table int32, pages of a "
         "power of two"
     )
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # the kernel's source run on the CPU
-    return torch.cuda.get_device_properties(device).multi_processor_count

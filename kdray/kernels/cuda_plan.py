@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.attention_table import SHAPES, AttentionPlan, EntryShape, plan_for
-from kdray.kernels.loader import KernelLoader
+from kdray.kernels.loader import KernelLoader, processors_of
 
 MAX_BLOCKS = 256
 PLAN_THREADS = 256
@@ -39,12 +39,13 @@ class AttentionPlanner:
         self._loader = loader
         self._on_gpu = loader.device.type == "cuda"
         self._plan = plan
+        self._processors = processors_of(loader.device)
 
     @property
     def most_blocks(self) -> int:
         """Of any schedule. They wait for one another: a multiprocessor for each."""
-        wished = min(MAX_BLOCKS, self._plan.blocks if self._plan else self._processors())
-        return min(wished, self._processors()) if self._on_gpu else wished
+        wished = min(MAX_BLOCKS, self._plan.blocks if self._plan else self._processors)
+        return min(wished, self._processors) if self._on_gpu else wished
 
     def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
         """Deal out the batch's work, by its lengths; may be captured.
@@ -83,10 +84,5 @@ class AttentionPlanner:
 
     def _plan_for(self, dtype: torch.dtype, requests: int, packed_rows: int) -> AttentionPlan:
         if dtype == torch.float32:
-            return AttentionPlan(self._processors(), SHAPES[dtype].lowest_share)
-        return plan_for(self._processors(), requests, packed_rows)
-
-    def _processors(self) -> int:
-        if not self._on_gpu:
-            return 3  # the kernel's source run on the CPU
-        return torch.cuda.get_device_properties(self._loader.device).multi_processor_count
+            return AttentionPlan(self._processors, SHAPES[dtype].lowest_share)
+        return plan_for(self._processors, requests, packed_rows)

@@ -113,6 +113,13 @@ class KernelLoader:
             return Kernel(module.get_function(entry), self.device)
 
 
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors; a few where the kernels' source is run on the CPU."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _device_of(device: torch.device) -> AbstractContextManager[object]:
     """Makes the device current; free where it is already."""
     if torch.cuda.current_device() == device.index:
