@@ -13,6 +13,7 @@ from kdray.kernels.cuda_gemm import MOST_TOKENS, CudaGemm
 from kdray.kernels.gemm_plan import GemmShape, candidates
 from kdray.kernels.gemm_table import runs_of
 from kdray.kernels.loader import KernelLoader
+from tests.gpu.replays import check_replays
 from tests.kernels import gemm_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -90,15 +91,7 @@ def test_a_pair_in_a_graph_follows_its_input(gemm: CudaGemm, tokens: int) -> Non
             inner = gemm.gated_linear(rows, gate_up)
         return logits, gemm.linear(inner, down)
 
-    run(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(True)
-    for seed in range(20):
-        x.copy_(cases.drawn(seed, *x.shape))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(map(torch.equal, found, run(False)))
+    check_replays(lambda: run(True), lambda: run(False), [x])
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "dtype"), MATRICES)
