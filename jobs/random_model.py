@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kdray.model.dflash_config import DFlashConfig
+from kdray.model.dflash_weights import weight_shapes
+
 TARGET: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -94,7 +97,7 @@ def write_folders(root: Path) -> tuple[Path, Path]:
     for folder, config in ((target, TARGET), (drafter, DRAFTER)):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-    save_file(_draft_tensors(), drafter / "model.safetensors")
+    save_file(_draft_tensors(DFlashConfig.from_folder(drafter)), drafter / "model.safetensors")
     return target, drafter
 
 
@@ -103,33 +106,12 @@ def temporary_folders() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
     return home, *write_folders(Path(home.name))
 
 
-def _draft_tensors() -> dict[str, Tensor]:
-    config, generator = DRAFTER, torch.Generator().manual_seed(7)
-    width, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+def _draft_tensors(config: DFlashConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
 
-    def matrix(rows: int, cols: int) -> Tensor:
-        return (torch.randn(rows, cols, generator=generator) * cols**-0.5).bfloat16()
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (torch.randn(shape, generator=generator) * shape[1] ** -0.5).bfloat16()
 
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    taps = len(config["dflash_config"]["target_layer_ids"])
-    tensors = {"fc.weight": matrix(width, taps * width)}
-    tensors |= {"hidden_norm.weight": ones(width), "norm.weight": ones(width)}
-    for layer in range(config["num_hidden_layers"]):
-        root = f"layers.{layer}"
-        tensors |= {
-            f"{root}.self_attn.q_proj.weight": matrix(query, width),
-            f"{root}.self_attn.k_proj.weight": matrix(key, width),
-            f"{root}.self_attn.v_proj.weight": matrix(key, width),
-            f"{root}.self_attn.o_proj.weight": matrix(width, query),
-            f"{root}.self_attn.q_norm.weight": ones(dim),
-            f"{root}.self_attn.k_norm.weight": ones(dim),
-            f"{root}.input_layernorm.weight": ones(width),
-            f"{root}.post_attention_layernorm.weight": ones(width),
-            f"{root}.mlp.gate_proj.weight": matrix(inner, width),
-            f"{root}.mlp.up_proj.weight": matrix(inner, width),
-            f"{root}.mlp.down_proj.weight": matrix(width, inner),
-        }
-    return tensors
+    return {name: drawn(shape) for name, shape in weight_shapes(config)}
