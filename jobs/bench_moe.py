@@ -6,7 +6,14 @@
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
 cooperative_us the same as a cooperative launch, which waits for the kernel before it to end
 NAME_us        that, with another design of the kernel (--variants)
+<<<<<<< HEAD
 sort_us        sorting alone; up to 16 rows the product's blocks do it
+=======
+sort_us        sorting alone; up to 4 rows the product's warps do it
+few_us         by the kernel for few rows, many_us by the one for many, each from FROM tokens on; us
+               is by the one in use
+sort_many_us   sorting for the latter
+>>>>>>> 5d721e8 (Unpack experts' weights once for many rows: a second kernel from 256 tokens on)
 distinct       experts that a step's rows chose, of `experts`
 gbps           their packed bytes over us
 copy_fraction  of the speed of a large copy in this run, read and written bytes counted
@@ -38,7 +45,8 @@ from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference_moe import weights_of
 from kdray.model.moe import DenseMLP, MoE, Router
 
-TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 512, 2048]
+TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048]
+FROM = 128  # tokens from which both kernels are timed
 STEPS_OF_ONE_ROW = 24  # that choose differently; 25 MB each
 VARIANTS = {
     "uneven": Design(catch_up=False),
@@ -108,9 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = {"us": CudaMoe(ops.loader), "cooperative_us": CudaMoe(ops.loader, overlap=False)}
     for name in VARIANTS if arguments.variants == [] else arguments.variants or []:
         ways[f"{name}_us"] = CudaMoe(ops.loader, design=VARIANTS[name])
+    both = {
+        "few_us": CudaMoe(ops.loader, many_rows=1 << 30),
+        "many_us": CudaMoe(ops.loader, many_rows=1),
+    }
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:
-        bench(record, layer, ways, tokens, arguments, speed)
+        timed = ways | both if tokens >= FROM else ways
+        bench(record, layer, timed, tokens, arguments, speed)
     record.finish()
     return 0
 
@@ -136,6 +149,9 @@ def bench(
     tiles = column_tiles(steps[0].expert.numel(), arguments.experts)
     sort = [sorting(ways["us"], step, arguments.experts, tiles) for step in steps]
     samples["sort_us"] = graph_us(sort, at_least=50)
+    if "many_us" in ways:
+        sort = [sorting_many(ways["many_us"], step, arguments.experts) for step in steps]
+        samples["sort_many_us"] = graph_us(sort, at_least=50)
     if layer.dequantised is not None:
         rival = [lambda step=step: layer.by_torch(step) for step in steps]
         samples["torch_us"] = graph_us(rival, at_least=nodes)
@@ -152,6 +168,10 @@ def ours(moe: CudaMoe, layer: Layer, step: Step) -> Callable[[], Tensor]:
 
 def sorting(moe: CudaMoe, step: Step, experts: int, tiles: int) -> Callable[[], object]:
     return lambda: moe.sort_rows(step.expert, experts, tiles)
+
+
+def sorting_many(moe: CudaMoe, step: Step, experts: int) -> Callable[[], object]:
+    return lambda: moe.many.sort_rows(step.expert, experts)
 
 
 def compare(moe: CudaMoe, layer: Layer, step: Step) -> None:

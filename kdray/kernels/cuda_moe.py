@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.cuda_moe_many import CudaMoeMany
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
 
@@ -27,6 +28,7 @@ UNIT_COLUMNS = 8
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
 READY_INTS = 32
+MANY_ROWS = 256  # from which weights are unpacked once for many rows; the bits are the same
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
@@ -85,7 +87,12 @@ class CudaMoe:
     """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
 
     def __init__(
-        self, loader: KernelLoader, *, overlap: bool = True, design: Design = DESIGN
+        self,
+        loader: KernelLoader,
+        *,
+        overlap: bool = True,
+        design: Design = DESIGN,
+        many_rows: int = MANY_ROWS,
     ) -> None:
         """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
@@ -96,6 +103,8 @@ class CudaMoe:
         self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = _processors(loader.device)
+        self._many_rows = many_rows
+        self.many = CudaMoeMany(loader, self._processors)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(
@@ -132,6 +141,8 @@ class CudaMoe:
     def _run(
         self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
     ) -> Tensor:
+        if 0 < len(x) >= self._many_rows:
+            return self.many.moe_w4a16(x, expert, weight, experts, shared)
         (rows, width), top_k = x.shape, expert.shape[1]
         out = torch.empty_like(x)
         if rows == 0:

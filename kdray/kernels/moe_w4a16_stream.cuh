@@ -9,12 +9,8 @@
 // is done for every step counts, and every address here is a register and a constant.
 #pragma once
 
-#include "common.cuh"
-#include "mma.cuh"
+#include "moe_w4a16_int4.cuh"
 
-constexpr int STEP = 32;
-constexpr int STEP_BYTES = 576;
-constexpr int SCALES_AT = 512;
 constexpr int SCALE_LINES = (STEP_BYTES - SCALES_AT) / 16;
 constexpr int SLOT_BYTES = SLOT_STEPS * STEP_BYTES;
 // Steps of activations that are on their way; wide tiles have registers for no more than one.
@@ -22,67 +18,8 @@ constexpr int AHEAD = COLUMN_TILES > 2 ? 1 : 2;
 static_assert(SLOT_STEPS % AHEAD == 0, "a step's registers are the same in every slot");
 static_assert(!BY_LANES || SLOT_STEPS * SCALE_LINES <= WARP, "lanes for a slot's scales");
 
-#ifdef __CUDACC__
-
-// (word & 0x000f000f) | 0x43004300, which takes the compiler two instructions.
-__device__ __forceinline__ u32 nibble_pair(u32 word)
-{
-    u32 pair;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(0x000f000f), "r"(0x43004300));
-    return pair;
-}
-__device__ __forceinline__ uint2 load_two(SharedAddress from)
-{
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_word(SharedAddress from)
-{
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-    return x;
-}
-__device__ __forceinline__ u32 load_half(SharedAddress from)
-{
-    u16 x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
-    return x;
-}
-
-#else
-
-inline u32 load_word(SharedAddress from) { return *(const u32*)simt::shared_pointer(from, 4); }
-inline u32 load_half(SharedAddress from) { return *(const u16*)simt::shared_pointer(from, 2); }
-inline u32 nibble_pair(u32 word) { return (word & 0x000f000fu) | 0x43004300u; }
-inline uint2 load_two(SharedAddress from) { return *(const uint2*)simt::shared_pointer(from, 8); }
-
-#endif
-
 // Sums of 32 outputs by 8 columns a tile: sum[j][m][i] is fragment m's c[i] (mma.cuh) of tile j.
 typedef float Sums[COLUMN_TILES][2][4];
-
-// Eight nibbles n to fragment A of n + 128: 0x4300 | n is that as bf16, exactly.
-struct Fragment {
-    u32 a[4];
-};
-__device__ __forceinline__ Fragment unpacked(u32 word)
-{
-    return {{nibble_pair(word), nibble_pair(word >> 4), nibble_pair(word >> 8),
-             nibble_pair(word >> 12)}};
-}
-__device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, u32 b0, u32 b1)
-{
-    multiply_add(c, a.a[0], a.a[1], a.a[2], a.a[3], b0, b1);
-}
-
-constexpr u32 MINUS_136 = 0xc308c308u;  // bf16, twice
-
-// What a lane multiplies of a step: weights, and its outputs' scales.
-struct Weights {
-    uint4 q;
-    uint2 scale;
-};
 
 // sum += a step's 32 outputs for the inputs in b. A weight is q = (n + 128) - 136: the products with
 // -136, one for all outputs, go first. A group's scale goes on its 32 products' sum.

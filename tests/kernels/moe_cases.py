@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kdray.kernels import cuda_moe, reference_moe
 from kdray.kernels.cuda_moe import CudaMoe
+from kdray.kernels.cuda_moe_many import TILE_ROWS, CudaMoeMany
 from kdray.kernels.moe_layout import Int4, PackedExperts, pack, woven
 
 DEVICE_ROUTINGS = ("random", "one expert", "neighbours", "few experts", "padding")
@@ -146,3 +147,20 @@ def check_sorting(moe: CudaMoe, expert: Tensor, num_experts: int, column_tiles: 
     assert count == len(wanted.tile) <= len(found.tile)
     assert torch.equal(found.tile[:count].cpu(), wanted.tile)
     assert torch.equal(found.pair[: len(wanted.pair)].cpu(), wanted.pair)
+
+
+def check_same_bits(moe: CudaMoe, other: CudaMoe, case: Case) -> None:
+    assert torch.equal(case.run(moe).view(torch.int16), case.run(other).view(torch.int16))
+
+
+def check_placing(moe: CudaMoeMany, expert: Tensor, num_experts: int) -> None:
+    wanted = reference_moe.sort_rows(expert, TILE_ROWS)
+    found = moe.sort_rows(expert, num_experts)
+    count = int(found.num_tiles)
+    assert count == len(wanted.tile) <= len(found.tile)
+    packed = found.tile[:count].cpu().long() & 0xFFFFFFFF
+    parts = (packed >> 22, (packed >> 16 & 63) + 1, packed & 0xFFFF, packed * 0)
+    assert torch.equal(torch.stack(parts, dim=1), wanted.tile.long())
+    pairs = len(wanted.pair)
+    assert torch.equal(found.pair[:pairs].cpu(), wanted.pair)
+    assert torch.equal(found.place.cpu()[wanted.pair.long()], torch.arange(pairs).int())

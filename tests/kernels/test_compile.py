@@ -17,6 +17,7 @@ from kdray.kernels import (
     cuda_fused,
     cuda_gemm,
     cuda_moe,
+    cuda_moe_many,
     cuda_reduce,
     cuda_sampling,
     cuda_topk,
@@ -51,6 +52,8 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention", "ROW_TILES=8"): 255,
     ("draft_attention_fp32", ""): 255,
     ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
+    ("moe_w4a16_many_up", ""): 255,  # one block of 256: two sums a result stay in registers
+    ("moe_w4a16_many_down", ""): 184,  # of sm_120, one block; sm_90 has two, which bounds it at 128
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
     ("absorb_query", ""): 128,
@@ -121,6 +124,8 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "sort_rows": [
         cuda_moe.sort_defines(experts, tiles) for experts in (8, 384, 1024) for tiles in (1, 4)
     ],
+    "sort_many_rows": [cuda_moe_many.sort_defines(experts) for experts in (8, 384, 1024)],
+    "moe_w4a16_many": [cuda_moe_many.many_defines(*sizes) for sizes in MOE_SIZES],
     "moe_w4a16": [cuda_moe.moe_defines(*sizes, n) for sizes in MOE_SIZES for n in (1, 2, 4)],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
@@ -200,6 +205,7 @@ def test_experts_fit_with_their_dynamic_memory() -> None:
     fixed = sorting.entries["sort_rows"].shared_bytes
     assert fixed + cuda_moe.sort_bytes(1024) <= MAX_BLOCK_BYTES
     assert cuda_moe.DESIGN.shared_bytes <= MAX_BLOCK_BYTES  # of all its own, the source asserts
+    assert cuda_moe_many.shared_bytes() <= MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", SOURCES)
