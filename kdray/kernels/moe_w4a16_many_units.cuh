@@ -62,6 +62,10 @@ struct Units {
     {
         return UP ? unit % Product<UP>::SLICES : (int)((u32)unit / (u32)tiles);
     }
+    __device__ int slice_or_end(int unit) const
+    {
+        return unit < number() ? slice(unit) : Product<UP>::SLICES;
+    }
     __device__ Tile tile(int unit) const
     {
         const int i = UP ? unit / Product<UP>::SLICES : (int)((u32)unit % (u32)tiles);
