@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kdray.kernels.cuda_moe_many import CudaMoeMany
-from kdray.kernels.loader import KernelLoader
+from kdray.kernels.loader import KernelLoader, processors_of
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
 
 # As in the .cu files.
@@ -103,7 +103,7 @@ class CudaMoe:
         self._loader = loader
         self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
-        self._processors = _processors(loader.device)
+        self._processors = processors_of(loader.device)
         self._many_rows = many_rows
         self.many = CudaMoeMany(loader, self._processors, fold=fold_many)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
@@ -226,9 +226,3 @@ def takes(
     shaped = x.shape == shared.shape and expert.shape == weight.shape and experts.width % TILE == 0
     fits = experts.num_experts <= MAX_EXPERTS and expert.shape[1] <= MAX_TOP_K
     return bf16 and packed and shaped and fits and expert.dtype == torch.int64
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # the kernel's source run on the CPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
