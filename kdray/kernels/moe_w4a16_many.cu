@@ -95,7 +95,7 @@ __device__ __forceinline__ void multiply_all(u16* result, const u16* source,
     product.open(s);
     wait_for_groups<ROW_SLOTS - 2>();
     __syncthreads();
-    if (now.there(units)) product.find_base(units.tile(now.unit).count());
+    product.find_base(units.count_or_none(now.unit));
     sums.before_units(units.slice_or_end(now.unit));
     while (now.there(units)) {
         const Tile tile = units.tile(now.unit);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_all(u16* result, const u16* source,
             product.turn();
             const int steps = Product<UP>::steps(now.stage);
             last = now.advance();
-            if (now.there(units)) product.find_base(units.tile(now.unit).count());
+            product.find_base(units.count_or_none(now.unit));
             if (own) product.multiply(ring, tile.count(), steps);
         }
         if (own) store(result, tile, group, product.finish(), Product<UP>{});

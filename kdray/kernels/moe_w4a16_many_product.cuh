@@ -91,22 +91,29 @@ struct Multiplier {
         slot = slot + 1 == ROW_SLOTS ? 0 : slot + 1;
         buffer ^= 1;
     }
-    // What -136 times the rows of the stage behind gives, an eight of rows a warp. They have landed.
+    // What -136 times the rows of the stage behind gives, an eight of rows a warp, if it has one of
+    // `count`. They have landed.
     __device__ void find_base(int count) const
     {
         const int warp = (int)threadIdx.x / WARP, lane = lane_id();
         if (8 * warp >= count) return;
-        const int behind = slot + 1 == ROW_SLOTS ? 0 : slot + 1;
         const Fragment all = {{MINUS_136, MINUS_136, MINUS_136, MINUS_136}};
+        const int behind = slot + 1 == ROW_SLOTS ? 0 : slot + 1;
+        const SharedAddress rows =
+            shared_address(&memory->rows[behind]) + 8 * warp * ROW_BYTES + 16 * lane;
+        float2 found[STAGE_STEPS];
 #pragma unroll
         for (int i = 0; i < STAGE_STEPS; ++i) {
-            const uint4 b = shared_vector(shared_address(memory->rows[behind].step[i]) +
-                                          8 * warp * ROW_BYTES + 16 * lane);
+            const uint4 b = shared_vector(rows + i * STEP_ROWS_BYTES);
             float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             multiply_add(c, all, b.x, b.y);
             multiply_add(c, all, b.z, b.w);
-            if (lane < 4) *(float2*)&memory->base[buffer ^ 1][i][8 * warp + 2 * lane] = {c[0], c[1]};
+            found[i] = {c[0], c[1]};
         }
+        if (lane >= 4) return;
+#pragma unroll
+        for (int i = 0; i < STAGE_STEPS; ++i)
+            *(float2*)&memory->base[buffer ^ 1][i][8 * warp + 2 * lane] = found[i];
     }
     __device__ void multiply(WeightRing<UP>& ring, int count, int steps)
     {

@@ -66,6 +66,10 @@ struct Units {
     {
         return unit < number() ? slice(unit) : Product<UP>::SLICES;
     }
+    __device__ int count_or_none(int unit) const
+    {
+        return unit < number() ? tile(unit).count() : 0;
+    }
     __device__ Tile tile(int unit) const
     {
         const int i = UP ? unit / Product<UP>::SLICES : (int)((u32)unit % (u32)tiles);
