@@ -28,7 +28,7 @@ UNIT_COLUMNS = 8
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
 READY_INTS = 32
-MANY_ROWS = 256  # from which weights are unpacked once for many rows; the bits are the same
+MANY_ROWS = 1024  # from which weights are unpacked once for many rows; the bits are the same
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
