@@ -123,7 +123,7 @@ class CudaMoeMany:
         found = PlacedPairs(room(most), room(pairs), room(pairs), room(1))
         start, narrow = room(num_experts), room(padded, dtype=torch.int16)
         defines = sort_defines(num_experts)
-        self._loader.get("sort_many_rows", "count_rows", defines).launch(
+        self._loader.get("sort_many_rows", "sort_rows_count", defines).launch(
             1,
             COUNT_THREADS,
             (
@@ -132,7 +132,7 @@ class CudaMoeMany:
             ),
             overlap=True,
         )
-        self._loader.get("sort_many_rows", "place_rows", defines).launch(
+        self._loader.get("sort_many_rows", "sort_rows_place", defines).launch(
             num_experts,
             PLACE_THREADS,
             (found.pair, found.place, start, narrow, pairs),

@@ -14,10 +14,11 @@
 //            one expert in a tile
 //
 // Grid of the products: blocks of 8 warps, as many as are resident at once. They wait for one another
-// in moe_w4a16_many_down_sum alone, whose launch is cooperative. A block takes units in turn: up to 64 rows of one expert by 256 outputs, 32 a warp.
-// Weights are the 16-row side of the products, rows of x their 8 columns, of which only the eights
-// that a tile has are multiplied. A warp's weights stream through a ring of its own, rows through
-// one of the block's, which meets every 64 inputs; both run on from unit to unit.
+// in moe_w4a16_many_down_sum alone, whose launch is cooperative. A block takes units in turn: up to 64
+// rows of one expert by 256 outputs, 32 a warp. Weights are the 16-row side of the products, rows of x
+// their 8 columns, of which no more are multiplied than a tile has, rounded up to 16 (down: 8). A
+// warp's weights stream through a ring of its own, rows through one of the block's, which meets every
+// 64 inputs; both run on from unit to unit.
 // Grid of moe_sum_many: (T, WIDTH / 1024 rounded up), 128 threads of 8 columns.
 // Limits: WIDTH and INNER multiples of 32; T * WIDTH and P * INNER < 2^31; dynamic shared memory
 // sizeof(Shared), which cuda_moe_many.py knows.
@@ -27,8 +28,8 @@
 // of them added up, then all in order. What -136 gives is the same for all outputs and found once a
 // block.
 // Oracle: reference_moe.moe_w4a16; within 1 % (norm of a row's error over the row's norm), and
-// moe_w4a16's bits exactly. Defines: WIDTH, INNER, TOP_K, LISTED_TILES (tiles of 64 rows or fewer that
-// a block has room for), SHARED_BYTES of a block.
+// moe_w4a16's bits exactly. Defines: WIDTH, INNER, TOP_K, LISTED_TILES (that a block has room for),
+// SHARED_BYTES of a block.
 
 #include "moe_w4a16_many_product.cuh"
 #include "moe_w4a16_many_sum.cuh"

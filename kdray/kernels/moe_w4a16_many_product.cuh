@@ -32,8 +32,8 @@ struct Rows {
     }
 };
 
-// part += one step's 32 outputs for `count` rows, MOST eights or fewer. `rows` and `bases` are the lane's
-// of the first eight. That the next EIGHTS might not be there keeps the compiler from having more of
+// part += one step's 32 outputs for `count` rows, MOST eights or fewer. `rows` and `bases` are the
+// lane's of the first eight. That the next EIGHTS might not be there keeps the compiler from having more of
 // them under way than there are registers for.
 template <int MOST, int EIGHTS>
 __device__ __forceinline__ void multiply_step(Sums& part, const Weights& w, int count,

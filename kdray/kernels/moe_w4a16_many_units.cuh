@@ -32,7 +32,7 @@ struct Product {
     }
 };
 
-// One expert's rows, or some of them, side by side in the order of the experts; by count_rows.
+// One expert's rows, or some of them, side by side in the order of the experts; by sort_rows_count.
 struct Tile {
     u32 packed;
 

@@ -1,5 +1,6 @@
 // sort_rows for many rows: what sort_rows.cu finds, and each pair's place, for moe_w4a16_many.cu.
-// A pair is one row's visit to one expert, number row * TOP_K + choice. count_rows, then place_rows.
+// A pair is one row's visit to one expert, number row * TOP_K + choice. sort_rows_count comes first, then
+// sort_rows_place.
 //
 //   tile       [max_tiles] uint32: expert << 22 | pairs in it - 1 << 16 | its first place in `sorted`;
 //              by expert, none for experts without pairs
@@ -11,10 +12,10 @@
 //   cleared    [num_cleared] int32: 0, for a kernel behind that counts
 //   expert     [P] int64, each 0 .. NUM_EXPERTS - 1, or -1: the pair is left out
 //
-// Grid of count_rows: one block of 1024 threads. It counts every expert's pairs, which needs no order.
-// Grid of place_rows: (NUM_EXPERTS), 512 threads. A block looks through all pairs for its expert's, 8 a
-// thread at a time, and gives them places in order; without an order among lanes to find in one block,
-// this takes a fourth of the time.
+// Grid of sort_rows_count: one block of 1024 threads, which counts every expert's pairs: no order is
+// needed for that, so shared atomics do.
+// Grid of sort_rows_place: (NUM_EXPERTS), 512 threads. A block looks through all pairs for its expert's,
+// 8 a thread at a time, and gives them places in order.
 // Limits: NUM_EXPERTS <= 1024; P <= 65,536. max_tiles is at least min(P, NUM_EXPERTS + P / TILE_ROWS);
 // short_expert has room for P rounded up to 8, 16-byte aligned.
 // Integers; the oracle is reference_moe.sort_rows, exactly. Defines: NUM_EXPERTS, TILE_ROWS.
@@ -47,7 +48,7 @@ __device__ __forceinline__ T running_sum(T own, T* of_warp)
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    count_rows(u32* tile, int* num_tiles, int* start, u16* short_expert, int* cleared,
+    sort_rows_count(u32* tile, int* num_tiles, int* start, u16* short_expert, int* cleared,
                const i64* expert, int num_pairs, int num_cleared)
 {
     __shared__ int count[NUM_EXPERTS];
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-    place_rows(int* sorted, int* place, const int* start, const u16* short_expert, int num_pairs)
+    sort_rows_place(int* sorted, int* place, const int* start, const u16* short_expert, int num_pairs)
 {
     __shared__ int of_warp[2][PLACERS / WARP];
     start_behind_previous();
