@@ -6,10 +6,14 @@
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
 cooperative_us the same as a cooperative launch, which waits for the kernel before it to end
 NAME_us        that, with another design of the kernel (--variants)
+<<<<<<< HEAD
 sort_us        sorting alone; up to 16 rows the product's blocks do it
-few_us         from FROM tokens on: by the kernel for few rows (us is by the one in use)
-many_us        by the one for many rows; many_folded_us: with the weighted sum in its second half
+=======
+sort_us        sorting alone; up to 4 rows the product's warps do it
+few_us         by the kernel for few rows, many_us by the one for many, each from FROM tokens on; us
+               is by the one in use
 sort_many_us   sorting for the latter
+>>>>>>> 5d721e8 (Unpack experts' weights once for many rows: a second kernel from 256 tokens on)
 distinct       experts that a step's rows chose, of `experts`
 gbps           their packed bytes over us
 copy_fraction  of the speed of a large copy in this run, read and written bytes counted
@@ -115,7 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     both = {
         "few_us": CudaMoe(ops.loader, many_rows=1 << 30),
         "many_us": CudaMoe(ops.loader, many_rows=1),
-        "many_folded_us": CudaMoe(ops.loader, many_rows=1, fold_many=True),
     }
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:

@@ -93,19 +93,18 @@ class CudaMoe:
         overlap: bool = True,
         design: Design = DESIGN,
         many_rows: int = MANY_ROWS,
-        fold_many: bool = False,
     ) -> None:
         """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
         starts when they all have. Otherwise, for measuring, as other designs are, the launch is
-        cooperative. many_rows: from so many rows on, CudaMoeMany; fold_many: as it says.
+        cooperative.
         """
         self._loader = loader
         self._design = design
         self._launch = {"overlap": True} if overlap else {"cooperative": True}
         self._processors = processors_of(loader.device)
         self._many_rows = many_rows
-        self.many = CudaMoeMany(loader, self._processors, fold=fold_many)
+        self.many = CudaMoeMany(loader, self._processors)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdray.kernels.loader import Argument, KernelLoader
+from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
 
 # As in the .cu files.
@@ -22,7 +22,7 @@ LISTED_TILES = 640  # that a block keeps in shared memory
 STAGE_STEPS, ROW_SLOTS, WEIGHT_SLOTS = 2, 5, 6
 COUNT_THREADS, PLACE_THREADS, PAIRS_AT_ONCE = 1024, 512, 8
 SUM_THREADS, SUM_COLUMNS = 128, 8
-LINE_INTS = 32
+BLOCKS_OF_UP, BLOCKS_OF_DOWN = 1, 2  # on a multiprocessor
 
 _STEP_ROWS_BYTES = (TILE_ROWS + 1) * TILE * 2
 _SLOT_BYTES = STAGE_STEPS * STEP_BYTES + 8  # its barrier
@@ -49,19 +49,11 @@ class CudaMoeMany:
     """The op on one device, for what cuda_moe.takes takes, of up to 65,536 pairs."""
 
     def __init__(
-        self,
-        loader: KernelLoader,
-        processors: int,
-        *,
-        fold: bool = False,
-        listed_tiles: int = LISTED_TILES,
+        self, loader: KernelLoader, processors: int, listed_tiles: int = LISTED_TILES
     ) -> None:
-        """fold: the down product's blocks sum over experts, with what they wait for in L2, not a
-        kernel behind. listed_tiles: a multiple of 4, for which a block has room; more cost time.
-        """
+        """listed_tiles: a multiple of 4, for which a block has room; more of them cost time."""
         self._loader = loader
         self._processors = processors
-        self._fold = fold
         self._listed_tiles = listed_tiles
 
     def moe_w4a16(
@@ -72,47 +64,30 @@ class CudaMoeMany:
         out = torch.empty_like(x)
         inner = x.new_empty(rows * top_k, experts.inner)
         partial = x.new_empty(rows * top_k, width)
-        arrived = self._arrived(width)
-        order = self.sort_rows(expert, experts.num_experts, arrived)
+        order = self.sort_rows(expert, experts.num_experts)
         defines = many_defines(width, experts.inner, top_k, self._listed_tiles)
         self._multiply(
             "moe_w4a16_many_up",
-            1,
+            BLOCKS_OF_UP,
             (inner, x, experts.gate_up, order.tile, order.pair, order.num_tiles),
             defines,
         )
-        down = (inner, experts.down, order.tile, order.num_tiles)
-        terms = (order.place, weight, shared)
-        blocks = _down_blocks(x.device, experts.inner)
-        if arrived is not None:
-            self._multiply(
-                "moe_w4a16_many_down_sum",
-                blocks,
-                (out, partial, arrived, *down, *terms, rows),
-                defines,
-                cooperative=True,
-            )
-            return out
-        self._multiply("moe_w4a16_many_down", blocks, (partial, *down), defines)
+        self._multiply(
+            "moe_w4a16_many_down",
+            BLOCKS_OF_DOWN,
+            (partial, inner, experts.down, order.tile, order.num_tiles),
+            defines,
+        )
         self._loader.get("moe_w4a16_many", "moe_sum_many", defines).launch(
             (rows, -(-width // (SUM_THREADS * SUM_COLUMNS))),
             SUM_THREADS,
-            (out, partial, *terms),
+            (out, partial, order.place, weight, shared),
             overlap=True,
         )
         return out
 
-    def _arrived(self, width: int) -> Tensor | None:
-        """Counters of the down product's slices, a line each; none where moe_sum_many sums."""
-        if not self._fold:
-            return None
-        slices = -(-width // (WARPS * TILE))
-        return torch.empty(slices, LINE_INTS, dtype=torch.int32, device=self._loader.device)
-
-    def sort_rows(
-        self, expert: Tensor, num_experts: int, cleared: Tensor | None = None
-    ) -> PlacedPairs:
-        """expert [T, k] int64. cleared, int32, is filled with 0 by the way."""
+    def sort_rows(self, expert: Tensor, num_experts: int) -> PlacedPairs:
+        """expert [T, k] int64."""
         pairs = expert.numel()
         most = min(pairs, num_experts + pairs // TILE_ROWS)
         padded = -(-pairs // PAIRS_AT_ONCE) * PAIRS_AT_ONCE
@@ -126,10 +101,7 @@ class CudaMoeMany:
         self._loader.get("sort_many_rows", "sort_rows_count", defines).launch(
             1,
             COUNT_THREADS,
-            (
-                *(found.tile, found.num_tiles, start, narrow, cleared),
-                *(expert, pairs, 0 if cleared is None else cleared.numel()),
-            ),
+            (found.tile, found.num_tiles, start, narrow, expert, pairs),
             overlap=True,
         )
         self._loader.get("sort_many_rows", "sort_rows_place", defines).launch(
@@ -144,25 +116,16 @@ class CudaMoeMany:
         self,
         entry: str,
         blocks: int,
-        args: tuple[Argument, ...],
+        args: tuple[Tensor, ...],
         defines: dict[str, str | int],
-        *,
-        cooperative: bool = False,
     ) -> None:
         self._loader.get("moe_w4a16_many", entry, defines).launch(
             blocks * self._processors,
             THREADS,
             args,
             shared_bytes=shared_bytes(self._listed_tiles),
-            overlap=not cooperative,
-            cooperative=cooperative,
+            overlap=True,
         )
-
-
-def _down_blocks(device: torch.device, inner: int) -> int:
-    """On a multiprocessor: two where it has the shared memory, and stages are whole."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    return 2 if major < 10 and inner // TILE % STAGE_STEPS == 0 else 1
 
 
 @cache

@@ -1,24 +1,21 @@
 // moe_w4a16 for many rows: each expert's weights are unpacked once for up to 64 of its rows.
-// moe_w4a16_many_up, then moe_w4a16_many_down and moe_sum_many, or moe_w4a16_many_down_sum for both.
+// moe_w4a16_many_up, then moe_w4a16_many_down, then moe_sum_many.
 //
 //   out      [T, WIDTH] bf16: sum over a row's TOP_K experts, in order, of weight * its output, + shared
 //   inner    [P, INNER] bf16: silu(gate) * up of each pair, pairs in the order of `sorted`
 //            (P = T * TOP_K)
 //   partial  [P, WIDTH] bf16: their outputs, unweighted
-//   arrived  [WIDTH / 256 rounded up, 32] int32: units of a slice of columns that are done, in the first
-//            of a line; all 0 before
 //   x        [T, WIDTH] bf16
 //   gate_up, down   experts as moe_w4a16.cu has them (moe_layout.py). w = q * scale, unrounded.
 //   weight   [P] float32, 0 where there is no expert;  shared [T, WIDTH] bf16
 //   tile, sorted, place, num_tiles   by sort_many_rows.cu, with TILE_ROWS 64: up to so many rows of
 //            one expert in a tile
 //
-// Grid of the products: blocks of 8 warps, as many as are resident at once. They wait for one another
-// in moe_w4a16_many_down_sum alone, whose launch is cooperative. A block takes units in turn: up to 64
-// rows of one expert by 256 outputs, 32 a warp. Weights are the 16-row side of the products, rows of x
-// their 8 columns, of which no more are multiplied than a tile has, rounded up to 16 (down: 8). A
-// warp's weights stream through a ring of its own, rows through one of the block's, which meets every
-// 64 inputs; both run on from unit to unit.
+// Grid of both products: as many blocks of 8 warps as are resident at once, but none waits for
+// another. A block takes units in turn: up to 64 rows of one expert by 256 outputs, 32 a warp. Weights
+// are the 16-row side of the products, rows of x their 8 columns, of which no more are multiplied than a
+// tile has, rounded up to 16 (down: 8). A warp's weights stream through a ring of its own, rows through
+// one of the block's, which meets every 64 inputs; both run on from unit to unit.
 // Grid of moe_sum_many: (T, WIDTH / 1024 rounded up), 128 threads of 8 columns.
 // Limits: WIDTH and INNER multiples of 32; T * WIDTH and P * INNER < 2^31; dynamic shared memory
 // sizeof(Shared), which cuda_moe_many.py knows.
@@ -32,7 +29,6 @@
 // SHARED_BYTES of a block.
 
 #include "moe_w4a16_many_product.cuh"
-#include "moe_w4a16_many_sum.cuh"
 #include "overlap.cuh"
 
 __device__ __forceinline__ float silu(float x)
@@ -76,10 +72,10 @@ __device__ __forceinline__ void store(u16* partial, const Tile& tile, int group,
         }
 }
 
-template <bool UP, class After>
+template <bool UP>
 __device__ __forceinline__ void multiply_all(u16* result, const u16* source,
                                              const unsigned char* weights, Units<UP> units,
-                                             const int* sorted, After sums, Shared& s)
+                                             const int* sorted, Shared& s)
 {
     WeightRing<UP> ring{units, weights};
     const int warp = same_in_warp((int)threadIdx.x / WARP);
@@ -97,7 +93,6 @@ __device__ __forceinline__ void multiply_all(u16* result, const u16* source,
     wait_for_groups<ROW_SLOTS - 2>();
     __syncthreads();
     product.find_base(units.count_or_none(now.unit));
-    sums.before_units(units.slice_or_end(now.unit));
     while (now.there(units)) {
         const Tile tile = units.tile(now.unit);
         const int group = ring.group(now.unit);
@@ -116,7 +111,6 @@ __device__ __forceinline__ void multiply_all(u16* result, const u16* source,
             if (own) product.multiply(ring, tile.count(), steps);
         }
         if (own) store(result, tile, group, product.finish(), Product<UP>{});
-        sums.after_unit(group / WARPS, units.slice_or_end(now.unit));
     }
 }
 
@@ -127,15 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) unsigned char memory[];
     start_behind_previous();
     const Units<true> units{tile, 0, same_in_warp(*num_tiles)};
-    multiply_all<true>(inner, x, gate_up, units, sorted, NoSums{}, *(Shared*)memory);
+    multiply_all<true>(inner, x, gate_up, units, sorted, *(Shared*)memory);
 }
 
-// Blocks on a multiprocessor, as cuda_moe_many.py launches them: sm_120 has the shared memory for one,
-// and so have sizes with half stages the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int DOWN_BLOCKS = 1;
+constexpr int DOWN_BLOCKS = 1;  // for which a multiprocessor has the shared memory
 #else
-constexpr int DOWN_BLOCKS = Product<false>::WHOLE ? 2 : 1;
+constexpr int DOWN_BLOCKS = 2;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, DOWN_BLOCKS)
@@ -145,20 +137,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, DOWN_BLOCKS)
     extern __shared__ __align__(128) unsigned char memory[];
     start_behind_previous();
     const Units<false> units{tile, 0, same_in_warp(*num_tiles)};
-    multiply_all<false>(partial, inner, down, units, nullptr, NoSums{}, *(Shared*)memory);
+    multiply_all<false>(partial, inner, down, units, nullptr, *(Shared*)memory);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, DOWN_BLOCKS)
-    moe_w4a16_many_down_sum(u16* out, u16* partial, int* arrived, const u16* inner,
-                            const unsigned char* down, const u32* tile, const int* num_tiles,
-                            const int* place, const float* weight, const u16* shared, int rows)
+// Eight bf16 times w, onto sums.
+__device__ __forceinline__ void add_eight(float (&sum)[8], const uint4& v, float w)
 {
-    extern __shared__ __align__(128) unsigned char memory[];
-    start_behind_previous();
-    const Units<false> units{tile, 0, same_in_warp(*num_tiles)};
-    const Terms terms{out, partial, place, weight, shared};
-    const FoldedSums sums{terms, arrived, rows, units.tiles};
-    multiply_all<false>(partial, inner, down, units, nullptr, sums, *(Shared*)memory);
+    const float x[8] = {bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y),
+                        bf16_low(v.z), bf16_high(v.z), bf16_low(v.w), bf16_high(v.w)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += w * x[i];
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -166,6 +154,23 @@ extern "C" __global__ void __launch_bounds__(128)
                  const u16* shared)
 {
     start_behind_previous();
-    const int column = (int)(blockIdx.y * 128 + threadIdx.x) * 8;
-    if (column < WIDTH) Terms{out, partial, place, weight, shared}.add_up(blockIdx.x, column);
+    const int row = blockIdx.x, column = (int)(blockIdx.y * 128 + threadIdx.x) * 8;
+    if (column >= WIDTH) return;
+    float w[TOP_K];
+    uint4 given[TOP_K];
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k) {
+        w[k] = weight[row * TOP_K + k];
+        given[k] = {0, 0, 0, 0};
+        if (w[k] != 0.0f)  // else of no expert
+            given[k] = *(const uint4*)(partial + (i64)place[row * TOP_K + k] * WIDTH + column);
+    }
+    float sum[8] = {};
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k)
+        if (w[k] != 0.0f) add_eight(sum, given[k], w[k]);
+    const i64 at = (i64)row * WIDTH + column;
+    add_eight(sum, *(const uint4*)(shared + at), 1.0f);
+    *(uint4*)(out + at) = {bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]),
+                           bf16_pair(sum[4], sum[5]), bf16_pair(sum[6], sum[7])};
 }

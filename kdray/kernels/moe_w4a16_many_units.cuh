@@ -62,10 +62,6 @@ struct Units {
     {
         return UP ? unit % Product<UP>::SLICES : (int)((u32)unit / (u32)tiles);
     }
-    __device__ int slice_or_end(int unit) const
-    {
-        return unit < number() ? slice(unit) : Product<UP>::SLICES;
-    }
     __device__ int count_or_none(int unit) const
     {
         return unit < number() ? tile(unit).count() : 0;

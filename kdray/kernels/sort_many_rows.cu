@@ -9,7 +9,6 @@
 //   place      [P] int32: where in `sorted` a pair is; of a pair that is left out nothing
 //   num_tiles  [1] int32
 //   start      [NUM_EXPERTS] int32: an expert's first place;  short_expert [P] uint16: experts, narrow
-//   cleared    [num_cleared] int32: 0, for a kernel behind that counts
 //   expert     [P] int64, each 0 .. NUM_EXPERTS - 1, or -1: the pair is left out
 //
 // Grid of sort_rows_count: one block of 1024 threads, which counts every expert's pairs: no order is
@@ -48,14 +47,13 @@ __device__ __forceinline__ T running_sum(T own, T* of_warp)
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    sort_rows_count(u32* tile, int* num_tiles, int* start, u16* short_expert, int* cleared,
-               const i64* expert, int num_pairs, int num_cleared)
+    sort_rows_count(u32* tile, int* num_tiles, int* start, u16* short_expert, const i64* expert,
+                    int num_pairs)
 {
     __shared__ int count[NUM_EXPERTS];
     __shared__ u64 of_warp[COUNTERS / WARP];
     start_behind_previous();
     const int thread = threadIdx.x;
-    for (int i = thread; i < num_cleared; i += COUNTERS) cleared[i] = 0;
     if (thread < NUM_EXPERTS) count[thread] = 0;
     __syncthreads();
     const int padded = (num_pairs + EACH - 1) / EACH * EACH;

@@ -33,11 +33,6 @@ def many(loader: KernelLoader) -> CudaMoe:
 
 
 @pytest.fixture(scope="module")
-def folded(loader: KernelLoader) -> CudaMoe:
-    return CudaMoe(loader, many_rows=1, fold_many=True)
-
-
-@pytest.fixture(scope="module")
 def few(loader: KernelLoader) -> CudaMoe:
     return CudaMoe(loader, many_rows=1 << 30)
 
@@ -57,16 +52,6 @@ def test_kimi(many: CudaMoe, few: CudaMoe, rows: int, routing: str) -> None:
     case = drawn(KIMI, rows, routing)
     cases.check(many, case)
     cases.check_same_bits(many, few, case)
-
-
-@pytest.mark.parametrize("rows", [3, 577, 2048])
-def test_folded_sums_are_the_same(many: CudaMoe, folded: CudaMoe, rows: int) -> None:
-    """Again and again: their blocks wait for one another."""
-    for sizes in (KIMI, *ODD):
-        for routing in ("random", "one expert", "padding"):
-            case = drawn(sizes, rows, routing)
-            for _ in range(10):
-                cases.check_same_bits(folded, many, case)
 
 
 @pytest.mark.parametrize("sizes", ODD, ids=str)
@@ -93,10 +78,8 @@ def test_many_launches_give_the_same_bits(many: CudaMoe) -> None:
 
 
 @pytest.mark.parametrize("rows", [256, 2048])
-@pytest.mark.parametrize("name", ["many", "folded"])
-def test_a_graph_follows_its_inputs(request: pytest.FixtureRequest, name: str, rows: int) -> None:
+def test_a_graph_follows_its_inputs(many: CudaMoe, rows: int) -> None:
     """Nothing of the routing is frozen with the launch."""
-    many: CudaMoe = request.getfixturevalue(name)
     case, other = drawn(KIMI, rows), drawn(KIMI, rows, "few experts")
     wanted = other.run(many)
     case.run(many)

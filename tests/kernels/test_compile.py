@@ -53,7 +53,6 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention_fp32", ""): 255,
     ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
     ("moe_w4a16_many_up", ""): 255,  # one block of 256: two sums a result stay in registers
-    ("moe_w4a16_many_down_sum", ""): 184,
     ("moe_w4a16_many_down", ""): 184,  # of sm_120, one block; sm_90 has two, which bounds it at 128
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
