@@ -13,6 +13,7 @@ from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
 from kdray.kernels import selftest_products
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.cuda_moe import MANY_ROWS
 from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
 from kdray.kernels.ops import Ops, SamplingRows
@@ -165,7 +166,7 @@ def _experts(ops: Ops, given: Inputs) -> Outputs:
         gate, up = (_int4(given, 3 * i + j, sizes.inner, sizes.width) for j in range(2))
         experts.put(number, gate, up, _int4(given, 3 * i + 2, sizes.width, sizes.inner))
     outputs = []
-    for rows in (1, 40):
+    for rows in (1, 40, MANY_ROWS):
         x, shared = given.drawn(21, rows, sizes.width), given.drawn(22, rows, sizes.width)
         order = torch.rand(rows, used, generator=torch.Generator().manual_seed(rows)).argsort()
         chosen = torch.tensor(numbers)[order[:, : rule.top_k]].to(given.device)
