@@ -28,6 +28,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 HERE = Path(__file__).resolve().parent
 RESULTS, PLOTS = HERE / "results", HERE / "plots"
 VERBS = ("draft", "build", "verify", "accept", "commit")
+BAR_INCHES = 0.2  # a bar with its name
 MODELS = {"demo": "demo model", "random": "Kimi-shaped, 12 layers, random weights"}
 # Okabe and Ito's palette: told apart by readers of any colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
@@ -88,16 +89,19 @@ def accept_lengths(rows: Sequence[Row]) -> plt.Figure:
 
 
 def throughput(rows: Sequence[Row]) -> plt.Figure:
-    """Tokens a second by batch, a line a way of decoding, demo model."""
-    figure, axes = plt.subplots(figsize=(4.2, 3.2))
+    """Tokens a second by batch, a line a way of decoding, demo model: colours are budgets."""
+    figure, axes = plt.subplots(figsize=(5.4, 3.2))
     own = [row for row in rows if row["params"]["model"] == "demo"]
+    budgets = sorted({way_of(row)[1] for row in own} - {0})
+    colours = dict(zip((0, *budgets), ("black", *COLOURS), strict=False))
     for way in sorted({way_of(row) for row in own}, key=order):
         points = sorted(
             (row["params"]["batch"], row["metrics"]["tokens_per_s"])
             for row in own
             if way_of(row) == way
         )
-        axes.plot(*zip(*points, strict=True), marker="o", label=name_of(way))
+        style = {"color": colours[way[1]], "linestyle": "--" if way[0] == "chain" else "-"}
+        axes.plot(*zip(*points, strict=True), marker="o", label=name_of(way), **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -105,14 +109,15 @@ def throughput(rows: Sequence[Row]) -> plt.Figure:
         axis.set_minor_formatter(NullFormatter())
     axes.set_xticks(sorted({row["params"]["batch"] for row in own}))
     axes.set(xlabel="requests", ylabel="tokens/s", title=MODELS["demo"])
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def verbs(rows: Sequence[Row]) -> plt.Figure:
     """Milliseconds a step by verb, stacked."""
     models = [m for m in MODELS if any(row["params"]["model"] == m for row in rows)]
-    figure, all_axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.6), squeeze=False)
+    wide = max(4.2 * len(models), BAR_INCHES * len(rows))
+    figure, all_axes = plt.subplots(1, len(models), figsize=(wide, 3.6), squeeze=False)
     for axes, model in zip(all_axes[0], models, strict=True):
         own = sorted(
             (row for row in rows if row["params"]["model"] == model),
