@@ -26,6 +26,7 @@ WAIT_S = 120.0
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 PROMPT = list(range(100, 130))
 POISON = 90
+GANGS = [(1, 0), *([(2, 0), (2, 1)] if torch.cuda.device_count() > 1 else [])]
 
 
 def test_a_device_that_does_not_get_on_is_seen_while_the_host_waits_for_it(
@@ -66,7 +67,11 @@ def test_broken_logits_end_their_request_alone_in_captured_rounds(device: torch.
     assert run(with_poison=True) == (expected, ["bad"])
 
 
-def test_a_killed_gang_gives_its_memory_back_and_goes_on(device: torch.device) -> None:
+@pytest.mark.parametrize("tp, rank", GANGS)
+def test_a_killed_gang_gives_its_memory_back_and_goes_on(
+    device: torch.device, tp: int, rank: int
+) -> None:
+    """Whichever rank is killed; rank 0 holds the driver."""
     import ray
 
     from kdray.actors.cluster import connect
@@ -75,8 +80,8 @@ def test_a_killed_gang_gives_its_memory_back_and_goes_on(device: torch.device) -
     from kdray.serve.replay import ReplayingClient
 
     assert gpu_memory_mib(), "nvidia-smi says nothing: a gang's memory would not be waited for"
-    connect(min_cpus=3, min_gpus=torch.cuda.device_count())
-    config = EngineConfig(device="cuda", dtype="float32", max_requests=2, max_model_len=512)
+    connect(min_cpus=2 + tp, min_gpus=torch.cuda.device_count())
+    config = EngineConfig(device="cuda", dtype="float32", tp=tp, max_requests=2, max_model_len=512)
     engine = SupervisedEngine.start(config)
 
     async def text(client: ReplayingClient, name: str, kills: dict[int, int]) -> list[int]:
@@ -85,7 +90,8 @@ def test_a_killed_gang_gives_its_memory_back_and_goes_on(device: torch.device) -
         async for delta in client.outputs(name):
             tokens += delta.token_ids
             if len(tokens) > 50 and kills:
-                os.kill(kills.pop(0), signal.SIGKILL)
+                os.kill(kills.pop(rank), signal.SIGKILL)
+                kills.clear()
         return tokens
 
     async def both() -> None:
