@@ -155,4 +155,9 @@ inline u32 bf16_bits(float x) {
 inline u32 bf16_pair(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
 #endif
 
+__device__ __forceinline__ float silu(float x) {
+    constexpr float LOG2_E = 1.44269504088896341f;
+    return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
+}
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }

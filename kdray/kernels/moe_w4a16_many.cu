@@ -31,12 +31,6 @@
 #include "moe_w4a16_many_product.cuh"
 #include "overlap.cuh"
 
-__device__ __forceinline__ float silu(float x)
-{
-    constexpr float LOG2_E = 1.44269504088896341f;
-    return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
-}
-
 // Rows of fragment 0 are columns 2 g and 2 g + 1 of gate, of fragment 1 the same of up.
 __device__ __forceinline__ void store(u16* inner, const Tile& tile, int group, const Sums& sum,
                                       Product<true>)

@@ -3,12 +3,6 @@
 
 #include "moe_w4a16_units.cuh"
 
-__device__ __forceinline__ float silu(float x)
-{
-    constexpr float LOG2_E = 1.44269504088896341f;
-    return divide(x, 1.0f + exp2_fast(-x * LOG2_E));
-}
-
 // Where the warps of a block meet: barriers of PARTS buffers, and how many have added up.
 struct Meeting {
     u64 full[PARTS], free[PARTS];

@@ -21,30 +21,13 @@
 
 #include "common.cuh"
 #include "overlap.cuh"
+#include "running_sum.cuh"
 
 constexpr int COUNTERS = 1024, PLACERS = 512;  // threads
 constexpr int EACH = 8;                        // pairs of a thread, a turn
 constexpr u16 NONE = 0xffff;
 static_assert(NUM_EXPERTS <= COUNTERS, "a thread an expert");
 static_assert(TILE_ROWS <= 64, "as packed");
-
-// Up to and with the own thread of the block, whose warps are as many as of_warp's entries. T is two
-// running sums in one number, or one.
-template <class T>
-__device__ __forceinline__ T running_sum(T own, T* of_warp)
-{
-    const int lane = lane_id(), warp = threadIdx.x / WARP;
-    T sum = own;
-#pragma unroll
-    for (int by = 1; by < WARP; by *= 2) {
-        const T lower = __shfl_up_sync(ALL_LANES, sum, by);
-        if (lane >= by) sum += lower;
-    }
-    if (lane == WARP - 1) of_warp[warp] = sum;
-    __syncthreads();
-    for (int w = 0; w < warp; ++w) sum += of_warp[w];
-    return sum;
-}
 
 extern "C" __global__ void __launch_bounds__(1024)
     sort_rows_count(u32* tile, int* num_tiles, int* start, u16* short_expert, const i64* expert,

@@ -16,6 +16,7 @@
 
 #include "common.cuh"
 #include "overlap.cuh"
+#include "running_sum.cuh"
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / WARP;
@@ -38,22 +39,6 @@ struct Visit {
     __device__ bool there() const { return expert >= 0; }
     __device__ bool leads() const { return there() && before() == 0; }
 };
-
-// Two running sums in one number: of pairs in the high half, of tiles in the low one.
-__device__ __forceinline__ u64 running_sum(u64 own, u64* of_warp)
-{
-    const int lane = lane_id(), warp = threadIdx.x / WARP;
-    u64 sum = own;
-#pragma unroll
-    for (int by = 1; by < WARP; by *= 2) {
-        const u64 lower = __shfl_up_sync(ALL_LANES, sum, by);
-        if (lane >= by) sum += lower;
-    }
-    if (lane == WARP - 1) of_warp[warp] = sum;
-    __syncthreads();
-    for (int w = 0; w < warp; ++w) sum += of_warp[w];
-    return sum;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     sort_rows(int4* tile, int* sorted, int* num_tiles, const i64* expert, int num_pairs)
