@@ -157,7 +157,7 @@ def _be_rank(
     after: Callable[[TargetModel], None],
     said: SimpleQueue[Decoded],
 ) -> None:
-    set_up(config, rank)
+    set_up(config)
     facts, shard = resolve(config), Shard(rank, config.tp)
     collectives = TorchCollectives(
         rank=rank, size=config.tp, host=HOST, port=port, device=facts.device, timeout_s=WAIT_S
@@ -199,9 +199,7 @@ def _be_rank(
     collectives.close()
 
 
-def set_up(config: EngineConfig, rank: int) -> None:
-    """This process is a rank's."""
+def set_up(config: EngineConfig) -> None:
+    """This process is a rank's, and sees its GPU alone."""
     torch.set_num_threads(config.threads or 1)
     torch.backends.cuda.matmul.allow_tf32 = False
-    if config.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -78,7 +78,7 @@ def check_alone(
     ways     that other processes went, to be compared with plain decoding
     saved    their logits
     """
-    set_up(config, rank)
+    set_up(config)
     for finding in findings(config, tokens, visits, ways, saved):
         said.put(finding)
 

@@ -13,8 +13,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def own_gpu(rank: int) -> Iterator[None]:
     """What is started meanwhile sees one GPU alone: number `rank` of those seen here."""
     seen = os.environ.get(VISIBLE)
-    gpus = seen.split(",") if seen else []
-    os.environ[VISIBLE] = gpus[rank] if rank < len(gpus) else str(rank)
+    gpus = [str(rank)] * (rank + 1) if seen is None else seen.split(",")
+    os.environ[VISIBLE] = gpus[rank] if rank < len(gpus) else ""
     try:
         yield
     finally:
