@@ -14,6 +14,8 @@ import torch
 DEFAULT_LEAST_COST = 90
 SMALL_ROWS = 40
 SMALL_COST = 150
+FEW_ROWS = 8
+FEW_COST = 110
 
 # (requests at most, packed rows a request at most, least cost, small cost); the first that holds is
 # taken.
@@ -57,12 +59,16 @@ class AttentionPlan:
     least_cost   of a block's share of the work
     small_cost   where all work is less than this for each block, tiles have small_rows rows (a
                  multiple of 8) instead of the most: more tiles, so fewer parts of each to merge
+    few_cost     where all work in tiles of few_rows rows is less than this for each block, tiles
+                 have as many: a block's way through one is what takes the time there
     """
 
     blocks: int
     least_cost: int
     small_cost: int = SMALL_COST
     small_rows: int = SMALL_ROWS
+    few_cost: int = FEW_COST
+    few_rows: int = FEW_ROWS
 
 
 def plan_for(processors: int, requests: int, packed_rows: int) -> AttentionPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,27 @@ from kdray.kernels.loader import KernelLoader, processors_of
 
 MAX_BLOCKS = 256
 PLAN_THREADS = 256
+MOST_FEW_TILES = 2  # of few rows, for each block, from which on they are not considered
+
+
+class TileSizes(NamedTuple):
+    """Packed rows of a tile that plan_attention.cu has to choose from."""
+
+    most: int
+    small: int
+    few: int
+
+
+def tile_sizes(
+    plan: AttentionPlan, most: int, blocks: int, requests: int, packed_rows: int
+) -> TileSizes:
+    """packed_rows: of a request, at most. Where tiles of few rows would be too many to be worth it
+    whatever the lengths, they are left out: dealing them out takes time too."""
+    small = min(plan.small_rows, most)
+    few = min(plan.few_rows, small)
+    if requests * -(-packed_rows // few) > MOST_FEW_TILES * blocks:
+        few = small
+    return TileSizes(most, small, few)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +76,9 @@ class AttentionPlanner:
         """
         shape, requests = SHAPES[dtype], rows.page_table.shape[0]
         plan = self._plan or self._plan_for(dtype, requests, rows.rows_cap * heads)
-        blocks, tile_rows = min(plan.blocks, self.most_blocks), self._tile_rows(shape)
-        small_rows = min(plan.small_rows, tile_rows)
-        tiles = -(-rows.rows_cap * heads // small_rows)
+        blocks = min(plan.blocks, self.most_blocks)
+        sizes = tile_sizes(plan, self._tile_rows(shape), blocks, requests, rows.rows_cap * heads)
+        tiles = -(-rows.rows_cap * heads // sizes.few)
         device = rows.row_start.device
         schedule = AttentionSchedule(
             piece=torch.empty(requests * tiles + blocks, 16, dtype=torch.int32, device=device),
@@ -69,8 +91,9 @@ class AttentionPlanner:
             (
                 *(schedule.piece, schedule.start, cost, *rows.lengths),
                 *(requests, heads, rows.page_table.shape[1], rows.page_size.bit_length() - 1),
-                *(rows.mask.shape[1], tiles, tile_rows, small_rows, plan.small_cost, shape.step),
-                *(shape.step_cost, shape.eight_cost, shape.setup_cost),
+                *(rows.mask.shape[1], tiles, sizes.most),
+                *(sizes.small, plan.small_cost, sizes.few, plan.few_cost),
+                *(shape.step, shape.step_cost, shape.eight_cost, shape.setup_cost),
                 *(max(shape.lowest_share, plan.least_cost), blocks),
             ),
             overlap=True,

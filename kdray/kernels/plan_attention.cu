@@ -5,16 +5,20 @@
 // cost     [R * tiles] u32: workspace
 // row_start [R + 1], num_cached, num_known, num_nodes [R] int32: as verify_attention has them
 //
-// A tile has up to tile_rows packed rows, in eights dealt out evenly, or up to small_rows where all
-// work comes to less than small_cost for each block: a part of a tile costs its rows to merge. A
-// step (`step` keys) costs step_cost + eight_cost * eights, a piece setup_cost beside its steps.
+// A tile has up to tile_rows packed rows, in eights dealt out evenly. Where all work comes to less
+// than small_cost for each block it has up to small_rows: a part of a tile costs its rows to merge.
+// Where it comes to less than few_cost for each in tiles of few_rows it has as many: keys are read
+// more often, but what bounds such work is one block's way through a tile. A step (`step` keys)
+// costs step_cost + eight_cost * eights, a piece setup_cost beside its steps.
 // `share` is what a block does: of candidates the least that G blocks hold, with
 //   large   a tile that costs more than a share: equal pieces, a block for each
 //   middle  one of more than 7/8 of it: a block
-//   small   all others, laid end to end and cut at every share, but not where that would leave
-//           less of a tile than a piece costs by itself
+//   small   all others: a block each where there are as many; else laid end to end and cut at every
+//           share, but not where that would leave less of a tile than a piece costs by itself
 // Large and middle tiles have the first blocks, so none of their cuts is off by a small one's.
 // least: cost below which another block is not worth its overhead; at least 2 setups and 2 steps.
+//
+// tiles: of a request, at most, however it is cut.
 //
 // Grid 1 block of 256 threads. R and tiles any; G <= 256; P = R * tiles + G.
 // Oracle: kernels/reference_plan.py: plan_attention (tests: equal).
@@ -210,8 +214,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     plan_attention(Piece* piece, int* start, u32* cost, const int* row_start,
                    const int* num_cached, const int* num_known, const int* num_nodes,
                    int num_requests, int heads, int pages, int page_shift, int nodes, int tiles,
-                   int tile_rows, int small_rows, int small_cost, int step, int step_cost,
-                   int eight_cost, int setup_cost, int least, int blocks) {
+                   int tile_rows, int small_rows, int small_cost, int few_rows, int few_cost,
+                   int step, int step_cost, int eight_cost, int setup_cost, int least,
+                   int blocks) {
     __shared__ Shared s;
     start_behind_previous();
     const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
@@ -220,29 +225,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int slots = num_requests * tiles, each = (slots + THREADS - 1) / THREADS;
     const int first = min((int)threadIdx.x * each, slots), last = min(first + each, slots);
 
-    uint2 total;
-    sums_before(s, write_costs(cost, batch, costs, first, last), 0, total);
-    if (small_rows < tile_rows && total.x < (u32)(small_cost * blocks)) {
-        costs.tile_rows = small_rows;
+    uint2 total = {0, 0};
+    const auto cut_into = [&](int rows) {
+        costs.tile_rows = rows;
         sums_before(s, write_costs(cost, batch, costs, first, last), 0, total);
+    };
+    if (few_rows < small_rows) cut_into(few_rows);
+    if (few_rows >= small_rows || total.x >= (u32)(few_cost * blocks)) {
+        cut_into(tile_rows);
+        if (small_rows < tile_rows && total.x < (u32)(small_cost * blocks)) cut_into(small_rows);
     }
     const u32 share =
         choose_share(s, cost, slots, setup_cost, total.x, (u32)least, (u32)blocks);
 
-    u32 whole = 0, small = 0;
+    u32 whole = 0, small = 0, num_small = 0;
     for (int slot = first; slot < last; ++slot) {
         const u32 c = cost[slot];
         const int n = c > 0 ? blocks_for(c, setup_cost, share) : 0;
         whole += n;
         small += n == 0 ? c : 0;
+        num_small += c > 0 && n == 0;
     }
-    uint2 taken;
-    const uint2 before = sums_before(s, whole, small, taken);
+    uint2 taken, left;
+    uint2 before = sums_before(s, whole, small, taken);
+    const u32 small_before = sums_before(s, num_small, 0, left).x;
+    const bool a_block_each = taken.x + left.x <= (u32)blocks;
+    if (a_block_each) {
+        before.x += small_before;
+        taken.x += left.x;
+    }
+    const auto blocks_of = [&](u32 c) {
+        return max(blocks_for(c, setup_cost, share), a_block_each ? 1 : 0);
+    };
     int block = before.x;
     u32 begin = before.y, cut_here = 0;
     for (int slot = first; slot < last; ++slot) {
         const u32 c = cost[slot];
-        if (c == 0 || blocks_for(c, setup_cost, share) > 0) continue;
+        if (c == 0 || blocks_of(c) > 0) continue;
         const Tile tile = tile_at(batch, costs, slot);
         cut_here += cut_of(tile, begin, setup_cost, share).head_steps < tile.steps ? 2 : 1;
         begin += c;
@@ -257,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (c == 0) continue;
         const Tile tile = tile_at(batch, costs, slot);
         const Piece made = piece_of(batch, tile);
-        const int n = blocks_for(c, setup_cost, share);
+        const int n = blocks_of(c);
         for (int i = 0; i < n; ++i)
             write_piece(piece + block + i, made, tile.steps * i / n, tile.steps * (i + 1) / n, n,
                         block, i);

@@ -18,6 +18,8 @@ class PlanCosts:
     tile_rows: int
     small_rows: int
     small_cost: int
+    few_rows: int
+    few_cost: int
     step: int
     step_cost: int
     eight_cost: int
@@ -54,12 +56,11 @@ def plan_attention(
     and masks are wide enough.
     """
     lengths = list(zip(row_start, num_cached, num_known, num_nodes, strict=False))
-    tiles = _work_tiles(lengths, heads, costs, costs.tile_rows)
-    small = costs.small_rows < costs.tile_rows
-    if small and sum(tile.cost for tile in tiles) < costs.small_cost * blocks:
-        tiles = _work_tiles(lengths, heads, costs, costs.small_rows)
+    tiles = _cut(lengths, heads, blocks, costs)
     share = _share(tiles, blocks, costs)
     whole = [_blocks_for(tile, costs, share) for tile in tiles]
+    if sum(max(1, count) for count in whole) <= blocks:
+        whole = [max(1, count) for count in whole]
     spans: list[tuple[int, _WorkTile, int, int, int, int, int]] = []
     block = 0
     for tile, count in zip(tiles, whole, strict=True):
@@ -71,6 +72,24 @@ def plan_attention(
     pieces = [_piece(lengths, *span) for span in spans]
     start = [sum(piece["block"] < b for piece in pieces) for b in range(blocks + 1)]
     return pieces, start
+
+
+def _cut(
+    lengths: Sequence[tuple[int, int, int, int]], heads: int, blocks: int, costs: PlanCosts
+) -> list[_WorkTile]:
+    """The tiles of all requests, as many rows in each as the work is worth."""
+
+    def within(tiles: list[_WorkTile], cost: int) -> bool:
+        return sum(tile.cost for tile in tiles) < cost * blocks
+
+    if costs.few_rows < costs.small_rows:
+        few = _work_tiles(lengths, heads, costs, costs.few_rows)
+        if within(few, costs.few_cost):
+            return few
+    tiles = _work_tiles(lengths, heads, costs, costs.tile_rows)
+    if costs.small_rows < costs.tile_rows and within(tiles, costs.small_cost):
+        return _work_tiles(lengths, heads, costs, costs.small_rows)
+    return tiles
 
 
 def _work_tiles(

@@ -16,6 +16,7 @@ from kdray.kernels.attention_batch import DeviceAttentionBatch
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.reference import ReferenceOps
+from kdray.kernels.cuda_plan import tile_sizes
 from kdray.kernels.reference_plan import PIECE_FIELDS, PlanCosts, plan_attention
 from tests.kernels.attention_cases import (
     CHAIN,
@@ -235,6 +236,8 @@ PLANS = {
     "many": [Part(i * 37 % 3000, nodes=1 + i % 33) for i in range(70)],
     "known rows": [Part(0, known=300), Part(100, known=17, nodes=5), Part(7, known=0)],
     "middling": [Part(400 + 10 * i, nodes=17) for i in range(9)],
+    "little": [Part(3, nodes=33), Part(40, nodes=9)],
+    "little each": [Part(30 * i, nodes=2) for i in range(20)],
 }
 
 
@@ -257,10 +260,14 @@ def test_work_is_dealt_out_as_the_reference_deals_it(
     )
     plan = AttentionPlan(blocks, 90)
     schedule = CudaAttention(simt_loader(), plan=plan).schedule(rows, dtype, heads)
+    most = max(0, *(part.rows for part in parts)) * heads
+    sizes = tile_sizes(plan, shape.tile_rows, blocks, len(parts), most)
     costs = PlanCosts(
-        tile_rows=shape.tile_rows,
-        small_rows=min(plan.small_rows, shape.tile_rows),
+        tile_rows=sizes.most,
+        small_rows=sizes.small,
         small_cost=plan.small_cost,
+        few_rows=sizes.few,
+        few_cost=plan.few_cost,
         step=shape.step,
         step_cost=shape.step_cost,
         eight_cost=shape.eight_cost,
