@@ -16,6 +16,7 @@ SMALL_ROWS = 40
 SMALL_COST = 150
 FEW_ROWS = 8
 FEW_COST = 110
+TWICE_COST = 170
 
 # (requests at most, packed rows a request at most, least cost, small cost); the first that holds is
 # taken.
@@ -59,8 +60,10 @@ class AttentionPlan:
     least_cost   of a block's share of the work
     small_cost   where all work is less than this for each block, tiles have small_rows rows (a
                  multiple of 8) instead of the most: more tiles, so fewer parts of each to merge
-    few_cost     where all work in tiles of few_rows rows is less than this for each block, tiles
-                 have as many: a block's way through one is what takes the time there
+    few_cost     where all work in tiles of few_rows rows is less than this for each block, and
+                 there is a block for each, tiles have as many: a block's way through one is what
+                 takes the time there
+    twice_cost   the same of tiles of twice as many rows, where those were too much
     """
 
     blocks: int
@@ -68,6 +71,7 @@ class AttentionPlan:
     small_cost: int = SMALL_COST
     small_rows: int = SMALL_ROWS
     few_cost: int = FEW_COST
+    twice_cost: int = TWICE_COST
     few_rows: int = FEW_ROWS
 
 

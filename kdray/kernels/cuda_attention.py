@@ -57,12 +57,13 @@ class CudaAttention:
         """
         out = query.new_empty(*query.shape[:2], latent_dim)
         laid_out = self._laid_out.get(batch)
+        planned = laid_out is not None
         if laid_out is None:
             rows = self._lay_out(batch)
             _check(out, query, cache, rows)
             laid_out = rows, self.schedule(rows, query.dtype, query.shape[1])
             self._laid_out[batch] = laid_out
-        self.attend(out, query, cache, *laid_out, scale)
+        self.attend(out, query, cache, *laid_out, scale, planned=planned)
         return out
 
     def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
@@ -77,11 +78,16 @@ class CudaAttention:
         rows: AttentionRows,
         schedule: AttentionSchedule,
         scale: float,
+        *,
+        planned: bool = False,
     ) -> None:
         """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all of one dtype.
 
         cache: may have rows in fp8 where the others are bfloat16 (latent_rows.py).
         schedule: of these rows, for as many heads and this dtype. May be captured.
+        planned: the schedule and what it is of were there before an earlier launch of `attend`
+        began, and the cache's rows before the batch's: the kernel reads them before the one in front
+        of it has ended.
         """
         _check(out, query, cache, rows)
         requests, pages = rows.page_table.shape
@@ -100,7 +106,7 @@ class CudaAttention:
                 *map(np.int64, (query.stride(0), query.stride(1), cache.stride(0))),
                 *(requests, heads, pages, rows.page_size.bit_length() - 1),
                 *(rows.mask.shape[1], rows.mask.shape[2]),
-                np.float32(scale * LOG2_E),
+                *(np.float32(scale * LOG2_E), int(planned)),
             ),
             shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim, fp8),
             overlap=True,

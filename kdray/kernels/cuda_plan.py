@@ -14,7 +14,7 @@ from kdray.kernels.loader import KernelLoader, processors_of
 
 MAX_BLOCKS = 256
 PLAN_THREADS = 256
-MOST_FEW_TILES = 2  # of few rows, for each block, from which on they are not considered
+MOST_FEW_TILES = 2  # of few rows, for each block, where all requests have all their rows
 
 
 class TileSizes(NamedTuple):
@@ -23,18 +23,20 @@ class TileSizes(NamedTuple):
     most: int
     small: int
     few: int
+    few_cost: int  # for tiles of `few`, as AttentionPlan has it
 
 
 def tile_sizes(
     plan: AttentionPlan, most: int, blocks: int, requests: int, packed_rows: int
 ) -> TileSizes:
-    """packed_rows: of a request, at most. Where tiles of few rows would be too many to be worth it
-    whatever the lengths, they are left out: dealing them out takes time too."""
+    """packed_rows: of a request, at most. Where tiles of few rows would hardly ever have a block
+    each they are left out: trying them takes time too."""
     small = min(plan.small_rows, most)
     few = min(plan.few_rows, small)
-    if requests * -(-packed_rows // few) > MOST_FEW_TILES * blocks:
-        few = small
-    return TileSizes(most, small, few)
+    while few < small and requests * -(-packed_rows // few) > MOST_FEW_TILES * blocks:
+        few = min(2 * few, small)
+    few_cost = plan.few_cost if few <= plan.few_rows else plan.twice_cost
+    return TileSizes(most, small, few, few_cost)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +94,8 @@ class AttentionPlanner:
                 *(schedule.piece, schedule.start, cost, *rows.lengths),
                 *(requests, heads, rows.page_table.shape[1], rows.page_size.bit_length() - 1),
                 *(rows.mask.shape[1], tiles, sizes.most),
-                *(sizes.small, plan.small_cost, sizes.few, plan.few_cost),
+                *(sizes.small, plan.small_cost, sizes.few, sizes.few_cost),
+                plan.twice_cost,
                 *(shape.step, shape.step_cost, shape.eight_cost, shape.setup_cost),
                 *(max(shape.lowest_share, plan.least_cost), blocks),
             ),

@@ -23,10 +23,17 @@ __device__ __forceinline__ void let_next_start()
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Asks for a line that is read soon.
+__device__ __forceinline__ void ask_l2_for(const void* at)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 #else
 
 __device__ inline void wait_for_previous() {}
 __device__ inline void let_next_start() {}
+__device__ inline void ask_l2_for(const void*) {}
 
 #endif
 

@@ -7,9 +7,11 @@
 //
 // A tile has up to tile_rows packed rows, in eights dealt out evenly. Where all work comes to less
 // than small_cost for each block it has up to small_rows: a part of a tile costs its rows to merge.
-// Where it comes to less than few_cost for each in tiles of few_rows it has as many: keys are read
-// more often, but what bounds such work is one block's way through a tile. A step (`step` keys)
-// costs step_cost + eight_cost * eights, a piece setup_cost beside its steps.
+// Little work is cut finer still: a block's way through a tile is what takes the time, and keys may
+// well be read more often. It has tiles of few_rows where they come to less than few_cost for each
+// block, else of twice as many where those come to less than twice_cost, and there is a block for
+// each tile. A step (`step` keys) costs step_cost + eight_cost * eights, a piece setup_cost beside
+// its steps.
 // `share` is what a block does: of candidates the least that G blocks hold, with
 //   large   a tile that costs more than a share: equal pieces, a block for each
 //   middle  one of more than 7/8 of it: a block
@@ -65,15 +67,16 @@ __device__ __forceinline__ Tile tile_at(const Batch& batch, const Costs& costs, 
     return {r, first, last - first, keys, (keys + costs.step - 1) / costs.step, step_cost};
 }
 
-// Of tiles first .. last - 1; their sum.
-__device__ __forceinline__ u32 write_costs(u32* cost, const Batch& batch, const Costs& costs,
-                                           int first, int last) {
-    u32 sum = 0;
+// Of tiles first .. last - 1; (their sum, how many there are).
+__device__ __forceinline__ uint2 write_costs(u32* cost, const Batch& batch, const Costs& costs,
+                                             int first, int last) {
+    uint2 sum = {0, 0};
     for (int slot = first; slot < last; ++slot) {
         const Tile tile = tile_at(batch, costs, slot);
         const u32 c = tile.rows > 0 ? costs.setup_cost + tile.step_cost * tile.steps : 0;
         cost[slot] = c;
-        sum += c;
+        sum.x += c;
+        sum.y += c > 0;
     }
     return sum;
 }
@@ -215,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const int* num_cached, const int* num_known, const int* num_nodes,
                    int num_requests, int heads, int pages, int page_shift, int nodes, int tiles,
                    int tile_rows, int small_rows, int small_cost, int few_rows, int few_cost,
-                   int step, int step_cost, int eight_cost, int setup_cost, int least,
-                   int blocks) {
+                   int twice_cost, int step, int step_cost, int eight_cost, int setup_cost,
+                   int least, int blocks) {
     __shared__ Shared s;
     start_behind_previous();
     const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
@@ -225,13 +228,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int slots = num_requests * tiles, each = (slots + THREADS - 1) / THREADS;
     const int first = min((int)threadIdx.x * each, slots), last = min(first + each, slots);
 
-    uint2 total = {0, 0};
+    uint2 total;
     const auto cut_into = [&](int rows) {
         costs.tile_rows = rows;
-        sums_before(s, write_costs(cost, batch, costs, first, last), 0, total);
+        const uint2 own = write_costs(cost, batch, costs, first, last);
+        sums_before(s, own.x, own.y, total);
     };
-    if (few_rows < small_rows) cut_into(few_rows);
-    if (few_rows >= small_rows || total.x >= (u32)(few_cost * blocks)) {
+    // Whether little work, cut into tiles of some rows, is as little as that.
+    const auto comes_to_less = [&](int rows, int most) {
+        if (rows >= small_rows) return false;
+        cut_into(rows);
+        return total.x < (u32)(most * blocks) && total.y <= (u32)blocks;
+    };
+    if (!comes_to_less(few_rows, few_cost) && !comes_to_less(2 * few_rows, twice_cost)) {
         cut_into(tile_rows);
         if (small_rows < tile_rows && total.x < (u32)(small_cost * blocks)) cut_into(small_rows);
     }

@@ -20,6 +20,7 @@ class PlanCosts:
     small_cost: int
     few_rows: int
     few_cost: int
+    twice_cost: int
     step: int
     step_cost: int
     eight_cost: int
@@ -82,10 +83,11 @@ def _cut(
     def within(tiles: list[_WorkTile], cost: int) -> bool:
         return sum(tile.cost for tile in tiles) < cost * blocks
 
-    if costs.few_rows < costs.small_rows:
-        few = _work_tiles(lengths, heads, costs, costs.few_rows)
-        if within(few, costs.few_cost):
-            return few
+    for rows, cost in ((costs.few_rows, costs.few_cost), (2 * costs.few_rows, costs.twice_cost)):
+        if rows < costs.small_rows:
+            few = _work_tiles(lengths, heads, costs, rows)
+            if within(few, cost) and len(few) <= blocks:
+                return few
     tiles = _work_tiles(lengths, heads, costs, costs.tile_rows)
     if costs.small_rows < costs.tile_rows and within(tiles, costs.small_cost):
         return _work_tiles(lengths, heads, costs, costs.small_rows)

@@ -20,6 +20,10 @@
 // through the pieces of work that plan_attention dealt to it; parts of tiles that several blocks
 // share are merged at the end, by all of them (verify_attention_merge.cuh).
 //
+// With `planned`, piece and start were there before the kernel that is two in front began, and so were
+// lengths, page table, and the cache of all positions before a request's rows: a block reads them
+// while the kernel in front still runs. (All but the first layer's launches of a step.)
+//
 // In bf16 a block has four warps that multiply scores and weigh (verify_attention_score.cuh) and
 // eight that sum weighted values (verify_attention_value.cuh), each a step or two behind the other:
 // they meet at barriers in shared memory and nowhere else, so that scores of one step, weights of
@@ -78,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
     const int* row_start, const int* num_cached, const int* num_known, const int* num_nodes,
     const int* page_table, const u32* mask, i64 query_row_stride, i64 query_head_stride,
     i64 cache_row_stride, int num_requests, int heads, int pages, int page_shift, int nodes,
-    int words, float scale) {
+    int words, float scale, int planned) {
     Shared& s = *(Shared*)memory;
     const Attention in = {out,
                           {part_value, part_norm, ticket},
@@ -99,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
         s.pieces = ~0u;
         open_barriers(s);
     }
-    start_behind_previous();
+    if (!planned) wait_for_previous();
     if (threadIdx.x == 0) {
         s.next = start[blockIdx.x];
         s.last = start[blockIdx.x + 1];
@@ -125,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) verify_attention(
         if (fresh_thread() == 0 && !s.piece.whole()) s.waiting[s.num_waiting++] = s.piece;
         __syncthreads();
     }
+    start_behind_previous();
     const Batch batch = {row_start, num_cached, num_known, num_nodes, num_requests,
                          heads,     pages,      page_shift, nodes};
     clear_padding<LATENT / 8, BLOCK>(out, batch);
@@ -138,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1) verify_attention_
     const int* start, const float* query, const float* cache, const int* row_start,
     const int* num_cached, const int* num_known, const int* num_nodes, const int* page_table,
     const u32* mask, i64 query_row_stride, i64 query_head_stride, i64 cache_row_stride,
-    int num_requests, int heads, int pages, int page_shift, int nodes, int words, float scale) {
+    int num_requests, int heads, int pages, int page_shift, int nodes, int words, float scale,
+    int) {
     PlainShared& s = *(PlainShared*)memory;
     const PlainAttention in = {out,
                                (float*)part_value,

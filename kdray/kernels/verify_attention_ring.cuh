@@ -7,6 +7,7 @@
 // The value warps take turns: warp w brings the steps of the block whose number is w modulo 8.
 #pragma once
 
+#include "overlap.cuh"
 #include "verify_attention_shared.cuh"
 
 struct Ring {
@@ -22,6 +23,11 @@ struct Ring {
     // weight of 0 must not meet what is no number.
     __device__ int position(u32 step) const {
         return min(tile_step(step) * STEP + (int)lane(), s.piece.keys - 1);
+    }
+
+    // Whether all its keys are of positions before the request's rows.
+    __device__ bool is_cached(u32 step) const {
+        return (tile_step(step) + 1) * STEP <= s.piece.cached;
     }
 
     // The pages of the warp's first step: to be called before the first bring of a piece.

@@ -6,6 +6,7 @@
 // has at columns 2t and 2t + 8. So products take latents in this order, and queries too.
 #pragma once
 
+#include "overlap.cuh"
 #include "verify_attention_shared.cuh"
 
 // Weights may exceed 1 by this many powers of two before they are made relative to a new maximum.
@@ -47,6 +48,8 @@ struct ScoreWarp {
 
     __device__ void run() {
         u32 step = s.first_step;
+        ask_for_mask();
+        start_behind_previous();
         load_query();
         const int steps = s.piece.end - s.piece.begin;
         // From here on not all of a step's positions are seen by all.
@@ -61,6 +64,12 @@ struct ScoreWarp {
             weigh(score, step, s.piece.begin + i, i >= masked);
         }
         post_norms();
+    }
+
+    // Else it would be waited for when the scores are there.
+    __device__ void ask_for_mask() const {
+        const int words = in.mask.nodes * in.mask.words, line = lane * WARP;
+        if (warp == 0 && line < words) ask_l2_for(in.mask.bits + (i64)s.piece.request * words + line);
     }
 
     // Rows beyond the tile's are its last again: nobody asks for them.

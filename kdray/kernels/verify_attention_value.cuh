@@ -73,7 +73,11 @@ struct ValueWarp {
         ring.begin();
 #pragma unroll 1
         for (u32 ahead = step; ahead < step + SLOTS - 1 && ahead < s.end_step; ++ahead)
-            if (ring.mine(ahead)) ring.bring(ahead);
+            if (ring.mine(ahead)) {
+                if (!ring.is_cached(ahead)) wait_for_previous();
+                ring.bring(ahead);
+            }
+        start_behind_previous();
 #pragma unroll 1
         for (; step < s.end_step; ++step) {
             const u32 next = step + SLOTS - 1;

@@ -267,7 +267,8 @@ def test_work_is_dealt_out_as_the_reference_deals_it(
         small_rows=sizes.small,
         small_cost=plan.small_cost,
         few_rows=sizes.few,
-        few_cost=plan.few_cost,
+        few_cost=sizes.few_cost,
+        twice_cost=plan.twice_cost,
         step=shape.step,
         step_cost=shape.step_cost,
         eight_cost=shape.eight_cost,
@@ -281,6 +282,29 @@ def test_work_is_dealt_out_as_the_reference_deals_it(
     found = schedule.piece[: start[-1], : len(PIECE_FIELDS)].tolist()
     assert [dict(zip(PIECE_FIELDS, piece, strict=True)) for piece in found] == wanted
     check_cover(wanted, costs)
+
+
+def test_little_work_has_a_block_for_every_eight_rows() -> None:
+    shape = SHAPES[torch.bfloat16]
+    plan = AttentionPlan(132, 90)
+    sizes = tile_sizes(plan, shape.tile_rows, 132, 4, 9 * 8)
+    costs = PlanCosts(
+        tile_rows=sizes.most, small_rows=sizes.small, small_cost=plan.small_cost,
+        few_rows=sizes.few, few_cost=sizes.few_cost, twice_cost=plan.twice_cost, step=shape.step,
+        step_cost=shape.step_cost, eight_cost=shape.eight_cost, setup_cost=shape.setup_cost,
+        least=plan.least_cost,
+    )  # fmt: skip
+
+    def rows_of_pieces(cached: int) -> set[int]:
+        lengths = [0, 9, 18, 27, 36], [cached] * 4, [1] * 4, [9] * 4
+        pieces, _ = plan_attention(*lengths, heads=8, blocks=132, costs=costs)
+        assert len({piece["block"] for piece in pieces}) == len(pieces)
+        return {piece["rows"] for piece in pieces}
+
+    assert rows_of_pieces(200) == {8}
+    assert rows_of_pieces(1000) == {8, 16}
+    assert rows_of_pieces(3000) == {32, 40}
+    assert rows_of_pieces(9000) == {72}
 
 
 def check_cover(pieces: Sequence[dict[str, int]], costs: PlanCosts) -> None:
