@@ -15,8 +15,8 @@ from torch import Tensor
 from kdray.kernels.attention_batch import DeviceAttentionBatch
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_attention import CudaAttention
-from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.cuda_plan import tile_sizes
+from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.reference_plan import PIECE_FIELDS, PlanCosts, plan_attention
 from tests.kernels.attention_cases import (
     CHAIN,
