@@ -3,7 +3,7 @@
 The text they shared is run again in the dtype and on the device of the run, in many passes that
 differ in nothing but the order of their sums, or in the last place of a few of their inputs
 (plain_passes), and in each it is counted what either token lacks to be drawn. Where for each of
-the two some pass draws it, or nearly (a near tie away), rounding alone moves this very pair at this
+the two some pass draws it, or nearly (a slack away), rounding alone moves this very pair at this
 very place so far: the parting has its cause. The passes are then repeated with every token visiting
 the experts that the exact model chooses for it. If they no longer reach both tokens, it took other
 experts, which a narrow choice lets rounding decide.
@@ -65,6 +65,7 @@ class Cause:
                       lead have other experts
     first             of these the first, in the lowest layer: layer, token, the exact router's gap
     gaps              the narrowest of the exact router's gaps in each layer with experts
+    ends              the passes of the lowest and of the highest lead
     """
 
     pair: tuple[int, int]
@@ -82,11 +83,12 @@ class Cause:
     flips: int
     first: tuple[int, int, float] | None
     gaps: dict[int, float]
+    ends: tuple[Passed, Passed]
 
-    def verdict(self, near_tie: float) -> str:
-        if not self.lacking <= near_tie:
+    def verdict(self, slack: float) -> str:
+        if not self.lacking <= slack:
             return "unexplained"
-        return "rounding" if self.lacking_told <= near_tie else "experts"
+        return "rounding" if self.lacking_told <= slack else "experts"
 
     def figures(self) -> dict[str, float]:
         found = {
@@ -108,14 +110,22 @@ class Cause:
 
 
 class Causes:
-    """Finds them, for targets as a config runs them.
+    """Finds them, for one target.
 
-    passes, exact   the target in the dtype and on the device of the run, and in fp32 on the CPU
-    near_tie        what a token may lack in a pass that counts as reaching it
+    passes, exact   the target in the dtype and on the device of the run, and in fp32
+    slack           what a token may lack in a pass that counts as reaching it
     """
 
-    def __init__(self, config: EngineConfig, near_tie: float) -> None:
-        self.near_tie = near_tie
+    def __init__(self, passes: PlainPasses, exact: PlainPasses, slack: float) -> None:
+        self.slack = slack
+        self.passes = passes
+        self.exact = exact
+        self._dense = sum(not hasattr(layer.mlp, "router") for layer in exact.model.layers)
+        self._known: dict[tuple[Visit, tuple[int, ...], frozenset[int]], Cause] = {}
+
+    @classmethod
+    def of_config(cls, config: EngineConfig, slack: float) -> Causes:
+        """Loads the target as the config runs it, and as fp32 on the CPU."""
         facts = resolve(config)
         model = TargetModel.load(
             facts.target, ops=load_ops(facts.device), dtype=facts.dtype, device=facts.device,
@@ -124,12 +134,7 @@ class Causes:
         exact = TargetModel.load(
             facts.target, ops=load_ops("cpu"), norm_eps_qkv=config.norm_eps_qkv
         )
-        sizes = facts.model
-        row = RowFormat.of(sizes.kv_lora_rank, sizes.qk_rope_head_dim, torch.float32)
-        self._dense = sum(not hasattr(layer.mlp, "router") for layer in exact.layers)
-        self.passes = PlainPasses.of(model, facts.kv_row)
-        self.exact = PlainPasses.of(exact, row)
-        self._known: dict[tuple[Visit, tuple[int, ...], frozenset[int]], Cause] = {}
+        return cls(PlainPasses.of(model, facts.kv_row), exact_passes(exact), slack)
 
     def of(self, visit: Visit, mine: Sequence[int], other: Sequence[int]) -> Cause | None:
         """None where one reply ended early, which no pass explains, and behind MOST_PLACES: an
@@ -154,19 +159,19 @@ class Causes:
         passed: list[Passed] = []
         found: list[Needs] = []
         for shape in SHAPES:
-            if len(found) >= LEAST and lacking(found) <= self.near_tie:
+            if len(found) >= LEAST and lacking(found) <= self.slack:
                 break
             passed.append(self.passes.run(text, shape))
             found.append(needs(passed[-1]))
-        is_reached = lacking(found) <= self.near_tie
+        is_reached = lacking(found) <= self.slack
         told = [
             needs(self.passes.run(text, shape, exact.expert))
             for shape in SHAPES[: len(found) if is_reached else LEAST]
             if shape.piece is None
         ]
         leads = [lead(need) for need in found]
-        ends = [passed[leads.index(end(leads))].expert for end in (min, max)]
-        flips = (ends[0] != ends[1]).any(-1).nonzero().tolist()
+        lowest, highest = (passed[leads.index(end(leads))] for end in (min, max))
+        flips = (lowest.expert != highest.expert).any(-1).nonzero().tolist()
         first = None
         if flips:
             layer, token = flips[0]
@@ -180,14 +185,22 @@ class Causes:
             lowest=min(leads),
             highest=max(leads),
             passes=len(found),
-            reaching=min(sum(need[i] <= self.near_tie for need in found) for i in (0, 1)),
+            reaching=min(sum(need[i] <= self.slack for need in found) for i in (0, 1)),
             lacking=lacking(found),
             lacking_orders=lacking(found[: len(ORDERS)]),
             lacking_told=lacking(told),
             flips=len(flips),
             first=first,
             gaps=dict(enumerate(exact.gap.amin(1).tolist(), start=self._dense)),
+            ends=(lowest, highest),
         )
+
+
+def exact_passes(exact: TargetModel) -> PlainPasses:
+    """Of a model in fp32, its cache too."""
+    sizes = exact.config
+    row = RowFormat.of(sizes.kv_lora_rank, sizes.qk_rope_head_dim, torch.float32)
+    return PlainPasses.of(exact, row)
 
 
 def lead(needs: Needs) -> float:

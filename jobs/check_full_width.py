@@ -45,7 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import wide_checkpoint
 from decode_ways import Decoded, decode_on_ranks, draw_visits, run_ranks
-from full_width_rank import Finding, check_alone, save_logits, way_finding
+from full_width_judge import Finding, way_finding
+from full_width_rank import check_alone, save_logits
 from make_checkpoint import KIMI, read_config
 from record import Record
 

@@ -1,22 +1,17 @@
-"""What check_full_width does on one device: layers, logits, and the ways that tokens went.
-
-Findings are rows of the results file, each with whether it is as it should be.
-"""
+"""What check_full_width does on one device: layers, logits, and the ways that tokens went."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from decode_ways import Decoded, build_alone, decode, plain_engine, set_up
 from dequantised import load_reference
+from full_width_judge import Finding, Judge, Params, way_finding
 from layer_errors import (
     BlurredPasses,
     ErrorSize,
@@ -31,7 +26,6 @@ from torch import Tensor
 from traffic import Visit
 
 from kdray.config import EngineConfig
-from kdray.core.sampling import gumbel_noise
 from kdray.model.batch import ForwardBatch
 from kdray.model.moe import PackedMoE
 from kdray.model.target import TargetModel
@@ -44,14 +38,6 @@ BLURS = 3  # draws
 REQUESTS, PROMPT, LONG_PROMPT = 4, 60, 320
 PARENT = (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 8, 8, 10, 3, 13, 14)  # of a tree's nodes
 Steps = Mapping[str, ForwardBatch]
-Params = dict[str, str | int | float]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    params: Params
-    metrics: dict[str, float]
-    good: bool
 
 
 class Logits(NamedTuple):
@@ -104,10 +90,10 @@ def findings(
     yield way_finding("tree, 1 rank", tree)
     yield way_finding("plain, 1 rank", plain)
     error = max(finding.metrics["max_abs"] for finding in ends)
-    judge = Judge(model, reference, visits, plain, error)
+    judge = Judge(model, reference, engine.facts.kv_row, visits, plain, error)
     yield judge.against_reference()
     for name, way in {"tree, 1 rank": tree, **ways}.items():
-        yield judge.against_plain(name, way)
+        yield from judge.against_plain(name, way)
 
 
 def steps_of(tokens: Sequence[int], device: torch.device) -> Steps:
@@ -188,85 +174,3 @@ def error_finding(params: Params, size: ErrorSize, allowed: float) -> Finding:
     metrics = {**size._asdict(), "allowed": allowed}
     whole = size.relative <= allowed or params["rows"] == 1
     return Finding(params, metrics, whole and size.worst_row <= WORST_ROW * allowed)
-
-
-def way_finding(name: str, way: Decoded) -> Finding:
-    tokens = sum(len(reply.token_ids) for reply in way.replies)
-    metrics = {"tokens": float(tokens), "accept_length": way.accept_length, "s": way.seconds}
-    return Finding({"way": name}, metrics, tokens > 0)
-
-
-class Judge:
-    """Knows the reference's logits behind every token of what plain decoding said.
-
-    near_tie   twice the greatest difference of any logit from the reference's: either of two
-               tokens may be off by that, in opposite directions
-    """
-
-    def __init__(
-        self,
-        model: TargetModel,
-        reference: TargetModel,
-        visits: list[Visit],
-        plain: Decoded,
-        error: float,
-    ) -> None:
-        """error: the greatest difference found elsewhere."""
-        self._visits = visits
-        self._plain = [reply.token_ids for reply in plain.replies]
-        texts = [[*v.prompt, *said[:-1]] for v, said in zip(visits, self._plain, strict=True)]
-        batch = known_rows(texts, model.embedding.device)
-        ends = np.cumsum([len(text) for text in texts])
-        told = [np.arange(e - len(s), e) for e, s in zip(ends, self._plain, strict=True)]
-        rows = torch.from_numpy(np.concatenate(told)).to(model.embedding.device)
-        passes = Passes(model, len(texts))
-        found = passes.logits(batch, rows)
-        wanted = ToldPasses(reference, len(texts), passes.chosen).logits(batch, rows)
-        self.near_tie = 2 * max(error, float((found - wanted).abs().max()))
-        self._logits = wanted.split([len(said) for said in self._plain])
-
-    def against_reference(self) -> Finding:
-        """Greedy tokens of plain decoding, which should be the reference's best."""
-        margins = [
-            float(row.max() - row[token])
-            for visit, said, logits in zip(self._visits, self._plain, self._logits, strict=True)
-            if visit.sampling.temperature == 0
-            for token, row in zip(said, logits, strict=True)
-            if int(row.argmax()) != token
-        ]
-        return self._finding("plain, 1 rank", "reference, greedy", margins)
-
-    def against_plain(self, name: str, way: Decoded) -> Finding:
-        """Only where two replies part: behind that they have different texts."""
-        replies = (reply.token_ids for reply in way.replies)
-        margins = [
-            self._margin(n, mine)
-            for n, (mine, plainly) in enumerate(zip(replies, self._plain, strict=True))
-            if mine != plainly
-        ]
-        return self._finding(name, "plain, 1 rank", margins)
-
-    def _margin(self, n: int, mine: Sequence[int]) -> float:
-        """In logits, noise included, by the temperature that both are divided by."""
-        pairs = enumerate(zip(mine, self._plain[n], strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), None)
-        if at is None:
-            return math.inf  # one of them ended early
-        visit, tokens = self._visits[n], [mine[at], self._plain[n][at]]
-        logits = self._logits[n][at].cpu().numpy()
-        heat = visit.sampling.temperature
-        if heat > 0:
-            assert visit.sampling.seed is not None, "drawn with one"
-            place = [len(visit.prompt) + at]
-            logits = logits + heat * gumbel_noise([visit.sampling.seed], place, len(logits))[0]
-        return abs(float(logits[tokens[0]] - logits[tokens[1]]))
-
-    def _finding(self, one: str, other: str, margins: Sequence[float]) -> Finding:
-        greatest = max(margins, default=0.0)
-        metrics = {
-            "requests": float(len(self._visits)),
-            "differing": float(len(margins)),
-            "greatest_margin": greatest,
-            "near_tie": self.near_tie,
-        }
-        return Finding({"one": one, "other": other}, metrics, greatest <= self.near_tie)

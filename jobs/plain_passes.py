@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
+from layer_errors import routed_by
 from plain_rows import PAGE, Part, chunk, round_rows, step_rows, tree
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from kdray.core.sampling import Float32Array
 from kdray.kernels.latent_rows import RowFormat
 from kdray.kernels.ops import LiveRows
 from kdray.model.batch import ForwardBatch
-from kdray.model.moe import DenseMLP, Router, Routing
+from kdray.model.moe import Router, Routing
 from kdray.model.target import TargetModel
 from kdray.verifier.kv_cache import KVCache
 
@@ -104,22 +105,28 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class PlainPasses:
-    """Of one model, its routers watched."""
+    """Of one model, its routers watched; experts of any kind.
+
+    row          of the cache
+    nudges_own   nudges move the text's own tokens alone: numbers for all of a large vocabulary
+                 take seconds to draw
+    """
 
     model: TargetModel
     row: RowFormat
     routers: tuple[Watched, ...]
+    nudges_own: bool = False
 
     @classmethod
-    def of(cls, model: TargetModel, row: RowFormat) -> PlainPasses:
-        routers, layers = [], []
-        for layer in model.layers:
-            mlp = layer.mlp
-            if not isinstance(mlp, DenseMLP):
-                routers.append(Watched(mlp.router))
-                mlp = mlp._replace(router=routers[-1])  # type: ignore[arg-type]
-            layers.append(replace(layer, mlp=mlp))
-        return cls(replace(model, layers=tuple(layers)), row, tuple(routers))
+    def of(cls, model: TargetModel, row: RowFormat, *, nudges_own: bool = False) -> PlainPasses:
+        routers: list[Watched] = []
+
+        def watched(router: Router) -> Watched:
+            routers.append(Watched(router))
+            return routers[-1]
+
+        model = routed_by(watched, model)
+        return cls(model, row, tuple(routers), nudges_own)
 
     @torch.inference_mode()
     def run(self, text: Sequence[int], shape: Shape, told: Tensor | None = None) -> Passed:
@@ -136,7 +143,8 @@ class PlainPasses:
         passes.append((_last_parts(text, last[0], shape), lay_out_of(shape)))
         model = self.model
         if shape.nudge:
-            model = replace(model, embedding=nudged(model.embedding, shape.nudge))
+            own = sorted(set(text)) if self.nudges_own else None
+            model = replace(model, embedding=nudged(model.embedding, shape.nudge, own))
         heard: list[tuple[Tensor, Tensor]] = []
         for parts, lay_out in passes:
             batch = lay_out(parts, pages, device)
@@ -163,15 +171,19 @@ class PlainPasses:
         return chosen, torch.stack([router.gap[rows] for router in self.routers])
 
 
-def nudged(embedding: Tensor, seed: int) -> Tensor:
-    """One in NUDGED of its numbers, drawn by the seed, is the next one up or down in its dtype."""
+def nudged(embedding: Tensor, seed: int, tokens: Sequence[int] | None = None) -> Tensor:
+    """One in NUDGED of its numbers, drawn by the seed, is the next one up or down in its dtype;
+    of these tokens' alone, where some are given."""
+    own = None if tokens is None else torch.tensor(tokens, device=embedding.device)
+    numbers = embedding if own is None else embedding[own]
+    moved = numbers.to("cpu", copy=True)  # so that a seed moves the same ones on every device
     dice = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(2 * NUDGED, embedding.shape, generator=dice)
-    numbers = embedding.cpu()  # so that a seed moves the same ones on every device
-    up, down = (torch.full_like(numbers, bound) for bound in (torch.inf, -torch.inf))
-    moved = torch.where(drawn == 0, torch.nextafter(numbers, up), numbers)
-    moved = torch.where(drawn == 1, torch.nextafter(numbers, down), moved)
-    return moved.to(embedding.device)
+    drawn = torch.randint(2 * NUDGED, moved.shape, generator=dice, dtype=torch.uint8)
+    for number, bound in enumerate((torch.inf, -torch.inf)):
+        at = drawn == number
+        moved[at] = torch.nextafter(moved[at], torch.tensor(bound, dtype=moved.dtype))
+    moved = moved.to(embedding.device)
+    return moved if own is None else embedding.index_copy(0, own, moved)
 
 
 def lay_out_of(shape: Shape) -> Callable[[Sequence[Part], int, torch.device], ForwardBatch]:

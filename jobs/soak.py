@@ -149,7 +149,7 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
         print(f"{name}: {sum(len(r.token_ids) for r in replies[name])} tokens", file=sys.stderr)
         engine.driver.close()
     judge = Judge(config)
-    causes = Causes(config, judge.near_tie)
+    causes = Causes.of_config(config, judge.near_tie)
     texts = [
         (visit, reply.token_ids)
         for visit, reply in zip(visits[:JUDGED], replies["plain"], strict=False)

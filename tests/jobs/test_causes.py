@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=8)
 @pytest.fixture(scope="module")
 def causes(judge: Judge) -> Causes:
     torch.set_num_threads(1)
-    return Causes(CONFIG, judge.near_tie)
+    return Causes.of_config(CONFIG, judge.near_tie)
 
 
 @pytest.fixture(scope="module")

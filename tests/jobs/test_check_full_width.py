@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,35 +9,19 @@ from pathlib import Path
 import check_full_width
 import pytest
 import torch
-import wide_checkpoint
-from decode_ways import Decoded, build_alone, decode, draw_visits, plain_engine
 from dequantised import load_reference
-from full_width_rank import Finding, Judge, layer_findings, logit_findings, save_logits, steps_of
+from full_width_rank import layer_findings, logit_findings, save_logits, steps_of
 from layer_errors import Blur, size_of_error
-from make_checkpoint import KIMI, read_config
-from traffic import Reply
 
-from kdray.config import EngineConfig
 from kdray.kernels.ops import load_ops
 from kdray.model.moe import MoE
 from kdray.model.target import TargetModel
-
-EXPERTS = 16
-SET = (
-    "hidden_size=256,intermediate_size=96,moe_intermediate_size=64,vocab_size=64,"
-    "num_attention_heads=4,q_lora_rank=48,kv_lora_rank=32,qk_nope_head_dim=16,qk_rope_head_dim=8,"
-    "v_head_dim=16,num_experts_per_tok=4"
-)
-TOKENS = wide_checkpoint.tokens_in_play(64)
+from tests.jobs.wide_cases import EXPERTS, SET, TOKENS, write_wide
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("wide")
-    fields = read_config(KIMI, f"num_hidden_layers=3,n_routed_experts={EXPERTS},{SET}")
-    options = argparse.Namespace(shards=3, seed=0, threads=2, draft_layers=1)
-    wide_checkpoint.write(path, fields, options)
-    return path
+    return write_wide(tmp_path_factory.mktemp("wide"))
 
 
 @pytest.fixture(scope="module")
@@ -139,37 +122,6 @@ def test_halves_are_blurred_by_what_is_allowed_to_each() -> None:
     for size in (0.1, 0.01, 0.1):
         found = size_of_error(blur.all_reduce(x), x)
         assert abs(found.relative / size - 1) < 0.05 and found.worst_row < 1.1 * size
-
-
-def test_a_token_that_was_no_near_tie_shows(folder: Path, reference: TargetModel) -> None:
-    config = EngineConfig(
-        model=str(folder / "target"),
-        drafter=str(folder / "drafter"),
-        device="cpu",
-        budget=6,
-        max_requests=4,
-        max_model_len=64,
-    )
-    visits = draw_visits(TOKENS, count=4, length=10, seed=1)
-    engine, verifier = build_alone(config)
-    tree = decode(engine, visits)
-    plain = decode(plain_engine(config, verifier), visits)
-    judge = Judge(verifier.model, reference, visits, plain, error=0.0)
-
-    def judged(change: dict[int, list[int]]) -> Finding:
-        replies = [
-            Reply(change.get(n, reply.token_ids), reply.finish_reason)
-            for n, reply in enumerate(tree.replies)
-        ]
-        return judge.against_plain("tree", Decoded(replies, 1.0, 0.0))
-
-    assert judged({}).good and judged({}).metrics["differing"] == 0
-    assert judge.against_reference().good
-    for n in range(4):  # greedy and drawn
-        said = tree.replies[n].token_ids
-        other = next(token for token in TOKENS if token != said[2])
-        assert not judged({n: [*said[:2], other, *said[3:]]}).good
-    assert not judged({1: tree.replies[1].token_ids[:-1]}).good
 
 
 def test_every_expert_has_tokens(reference: TargetModel) -> None:
