@@ -9,7 +9,8 @@ Writes a checkpoint of random weights (4 layers, 384 INT4 experts: 27 GB), and f
 * compares logits at the end of all layers, errors adding up;
 * decodes requests, greedy and drawn, by trees in CUDA graphs on one GPU and over --ranks GPUs, and
   plainly on one: the same tokens, or where they part the two stood closer in the reference than the
-  logits are exact.
+  logits are exact, or the model's own passes over that text, in other orders and with inputs nudged
+  in their last place, part there too (causes.py): by `rounding`, or by `experts` that it chooses.
 
 In float32 experts are held dequantised, so that line has a checkpoint of fewer. Prints a row as it
 is found and one JSON last; exits 1 where a row is not good.
@@ -23,7 +24,8 @@ chose, with how far they move in the reference when every half of it is off at r
 allowed to it. Experts may be others than the reference's where scores, which move by less than
 1 u, are as near as that. In float32 nothing is rounded that the reference leaves exact, but sums of
 up to 18,432 terms have another order: sqrt(18,432) * 2^-24 = 2^-17 stands for 2 u. Two tokens are a
-near tie within twice the greatest difference of any logit from the reference's that was met.
+near tie within twice the greatest difference of any logit from the reference's that was met. Of
+passes that explain a parting the two furthest apart must be as exact, by the experts each visits.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from kdray.kernels.latent_rows import RowFormat
 from kdray.model.target import TargetModel
 
 # A near tie is twice the greatest of a million errors, and so some eight times an error's RMS: a
-# sixteenth of it is half of that. It makes up for the step from the furthest of a few hundred passes
-# to one more, and lets in no token that all of them leave out by more than their own grain.
+# sixteenth of it is half of that. It makes up for the step from the furthest of a few hundred
+# passes to one more, and lets in no token that all of them leave out by more than their own grain.
 SLACKS = 16  # in a near tie
 Params = dict[str, str | int | float]
 

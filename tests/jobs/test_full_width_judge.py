@@ -23,6 +23,7 @@ from traffic import Reply, Visit
 from kdray.config import EngineConfig
 from kdray.core.request import SamplingParams
 from kdray.kernels.latent_rows import RowFormat
+from kdray.kernels.ops import load_ops
 from kdray.model.moe import PackedMoE
 from kdray.model.target import TargetModel
 from kdray.verifier.verifier import Verifier
@@ -195,8 +196,9 @@ def test_experts_that_rounding_chooses_explain_a_parting(packed: Setting, flip: 
 
 
 def test_a_pair_further_apart_than_they_move_it_is_not_explained(
-    packed: Setting, flip: Flip
+    packed: Setting, flip: Flip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(causes, "SHAPES", SHAPES[: LEAST + 20])
     shift = max(flip.leads) - min(flip.leads)
     judge, way = part(packed, flip.visit(shift), flip.pair)
     assert bad_verdicts(list(judge.against_plain("tree", way))) == [0]
@@ -239,3 +241,26 @@ def test_a_parting_of_any_way_is_among_all_findings(
     bad = [finding.params for finding in found if not finding.good]
     pair = {"one": "tree, 2 ranks", "other": "plain, 1 rank"}
     assert bad == [pair, {**pair, "request": 1, "verdict": "unexplained"}]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_pass_is_as_exact_by_the_experts_it_visits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr("kdray.model.weights.experts_stay_packed", lambda *_: True)
+    target, dtype = folder / "target", torch.bfloat16
+    model = TargetModel.load(target, ops=load_ops(device), dtype=dtype, device=device)
+    assert isinstance(model.layers[-1].mlp, PackedMoE)
+    sizes = model.config
+    row = RowFormat.of(sizes.kv_lora_rank, sizes.qk_rope_head_dim, dtype)
+    passes = PlainPasses.of(model, row, nudges_own=True)
+    reference = exact_passes(load_reference(target, torch.device(device), rounded=False))
+    text = [*TOKENS[:20], *range(VOCAB)[-12:]]
+    found = set()
+    for shape in SHAPES[: LEAST + 6]:
+        passed = passes.run(text, shape)
+        wanted = reference.run(text, WHOLE, passed.expert)
+        assert torch.equal(wanted.expert, passed.expert)
+        assert np.abs(passed.logits - wanted.logits).max() < 0.1 * wanted.logits.std(), shape
+        found.add(passed.logits.tobytes())
+    assert len(found) > 6  # by order and by nudge
