@@ -110,9 +110,10 @@ class CudaFused:
             kernel = self._loader.get(
                 "route_experts", "route_experts", routing_defines(experts, rule)
             )
-            padding = (live.slot, live.num_nodes, live.nodes) if live else (None, None, 0)
+            padding = (live.slot, live.num_nodes) if live else (None, None)
             arrays = (expert, weight, logits, bias)
-            kernel.launch(rows, WARP, (*arrays, *facts, *padding), overlap=True)
+            grid = (live.nodes, rows // live.nodes) if live else rows
+            kernel.launch(grid, _whole_warps(experts), (*arrays, *facts, *padding), overlap=True)
         return expert, weight
 
     def _norm(

@@ -11,9 +11,10 @@
 //          slot, num_nodes [T / nodes] int32, or null: row r * nodes + i is padding where
 //          i >= num_nodes[r] or slot[r] < 0. It has experts -1 of weight 0, so that it costs nothing.
 //
-// Grid T blocks of one warp, one a row. Lane l holds experts l * SLOTS .. of it, so that the lowest
-// lane among equals holds the lowest expert; a choice is an integer key in the order of floats, NaN
-// above all as in torch.sort. A winner costs one reduction and a ballot.
+// Grid (nodes, T / nodes), or T where there is no padding; a block a row, thread e holds expert e.
+// Each warp ranks its TOP_K best, a reduction each, and leaves them in shared memory in order; these
+// candidates are then merged. A choice is an integer key in the order of floats, NaN above all as in
+// torch.sort. The code is small because one row runs it once, and fetching it is dear.
 // Limits: NUM_EXPERTS up to 1024 in NUM_GROUPS up to 32 groups, TOP_K up to 32.
 // Selection is exact on float32 scores. Oracle: reference_fused.py; experts exactly but where two
 // choices lie within the last bits of the exponential (3e-7), weights within 1e-6 relatively.
@@ -31,135 +32,203 @@
 #define TOP_GROUPS 1
 #endif
 
+// How candidates are merged, until a GPU has said which is faster: 1 counts for each those ahead of
+// it, 0 takes the best off the warps' lists one after another.
+#ifndef MERGE_BY_RANK
+#define MERGE_BY_RANK 1
+#endif
+
 #include "common.cuh"
 #include "overlap.cuh"
 
-constexpr int SLOTS = (NUM_EXPERTS + WARP - 1) / WARP;
+constexpr int WARPS = (NUM_EXPERTS + WARP - 1) / WARP;
+constexpr int THREADS = WARPS * WARP;
 constexpr int GROUP = NUM_EXPERTS / NUM_GROUPS;
-constexpr u32 TAKEN = 0;  // below the key of any float
-static_assert(NUM_EXPERTS <= 1024, "scores must fit the registers of a warp");
+constexpr u32 TAKEN = 0, NOBODY = 1;  // below the key of any float
+static_assert(NUM_EXPERTS <= 1024, "a thread an expert");
 static_assert(NUM_EXPERTS % NUM_GROUPS == 0 && NUM_GROUPS <= WARP, "a lane a group");
 static_assert(TOP_K <= WARP && TOP_K <= NUM_EXPERTS, "a lane a winner");
 
+struct Candidate {
+    int expert;
+    float score;
+};
+
 struct Shared {
-    float score[NUM_EXPERTS];
+    alignas(16) u32 best[WARPS * TOP_K];  // keys of the warps' lists, each best first
+    Candidate candidate[WARPS * TOP_K];   // whose they are
+    Candidate winner[TOP_K];
     u32 key[NUM_EXPERTS];
-    int winner[TOP_K];
+    alignas(16) u32 group[NUM_GROUPS];
 };
 
 __device__ __forceinline__ u32 key_of(float choice)
 {
     return ordered(is_nan(choice) ? float_of(0x7fc00000u) : choice);
 }
+__device__ __forceinline__ u32 lanes_below() { return (1u << lane_id()) - 1; }
 
-// Bit g: group g is among the best. A lane a group.
-__device__ __forceinline__ u32 best_groups(const Shared& s)
+// The key of the sum of a warp's two best choices, of which each lane knows two.
+__device__ __forceinline__ u32 pair_key(u32 first, u32 second)
 {
-    const int lane = lane_id();
-    u32 own = TAKEN;
-    if (lane < NUM_GROUPS) {
-        u32 first = TAKEN, second = TAKEN;
-        for (int i = 0; i < GROUP; ++i) {
-            // Lanes start apart, or else they would meet in one bank.
-            const u32 key = s.key[lane * GROUP + (i + lane) % GROUP];
-            second = max(second, min(first, key));
-            first = max(first, key);
+    const u32 top = __reduce_max_sync(ALL_LANES, first);
+    const bool twice = __popc(__ballot_sync(ALL_LANES, first == top)) > 1;
+    const u32 next = __reduce_max_sync(ALL_LANES, first == top && !twice ? second : first);
+    return key_of(from_ordered(top) + (GROUP > 1 ? from_ordered(next) : 0.0f));
+}
+
+// Bit g: group g is among the best. Every warp finds all of it.
+__device__ __forceinline__ u32 best_groups(Shared& s, u32 key)
+{
+    const int lane = lane_id(), warp = threadIdx.x / WARP;
+    if (GROUP == WARP) {
+        const u32 sum = pair_key(key, TAKEN);
+        if (lane == 0) s.group[warp] = sum;
+    } else {
+        if (threadIdx.x < NUM_EXPERTS) s.key[threadIdx.x] = key;
+        __syncthreads();
+#pragma unroll 1
+        for (int g = warp; g < NUM_GROUPS; g += WARPS) {
+            u32 first = TAKEN, second = TAKEN;
+            for (int i = lane; i < GROUP; i += WARP) {
+                const u32 other = s.key[g * GROUP + i];
+                second = max(second, min(first, other));
+                first = max(first, other);
+            }
+            const u32 sum = pair_key(first, second);
+            if (lane == 0) s.group[g] = sum;
         }
-        const float sum = from_ordered(first) + (GROUP > 1 ? from_ordered(second) : 0.0f);
-        own = key_of(sum);
     }
+    __syncthreads();
+    const u32 own = lane < NUM_GROUPS ? s.group[lane] : TAKEN;
     int rank = 0;
 #pragma unroll
-    for (int g = 0; g < NUM_GROUPS; ++g) {
-        const u32 other = __shfl_sync(ALL_LANES, own, g);
-        rank += other > own || (other == own && g < lane);
-    }
+    for (int g = 0; g < NUM_GROUPS; ++g) rank += s.group[g] > own || (s.group[g] == own && g < lane);
     return __ballot_sync(ALL_LANES, lane < NUM_GROUPS && rank < TOP_GROUPS);
 }
 
-// The TOP_K largest keys of the warp, one after another, into s.winner.
-__device__ __forceinline__ void choose(Shared& s, u32 (&key)[SLOTS])
+// Of a lane's key among its warp's, or TOP_K and more where it is not of the best: keys descending,
+// lanes ascending among equals.
+__device__ __forceinline__ int rank_in_warp(u32 key)
 {
-    const int lane = lane_id();
-    u32 best = TAKEN;
+    int turn = 0;  // in which it is taken, together with its equals
+#pragma unroll 4
+    for (int n = 0; n < TOP_K; ++n) {
+        const u32 top = __reduce_max_sync(ALL_LANES, key);
+        if (key == top) key = TAKEN;
+        turn += min(key, 1u);  // unless it is taken
+    }
+    const int taken = __popc(__ballot_sync(ALL_LANES, turn < TOP_K));
+    if (TOP_K < WARP && taken == TOP_K) return turn;  // one each turn
+    int rank = WARP;
+#pragma unroll 1
+    for (int n = 0, before = 0; before < TOP_K; ++n) {
+        const u32 equals = __ballot_sync(ALL_LANES, turn == n);
+        if (turn == n) rank = before + __popc(equals & lanes_below());
+        before += __popc(equals);
+    }
+    return rank;
+}
+
+#if MERGE_BY_RANK
+
+// Several neighbouring lanes share the work of a candidate, each counting in some of the lists.
+__device__ __forceinline__ void merge(Shared& s)
+{
+    constexpr int PARTS = TOP_K > 16 ? 1 : TOP_K > 8 ? 2 : TOP_K > 4 ? 4 : 8;
+    const int part = threadIdx.x % PARTS;
+    const int own = min((int)threadIdx.x / PARTS, WARPS * TOP_K - 1), list = own / TOP_K;
+    const u32 key = s.best[own];
+    const Candidate candidate = s.candidate[own];
+    int rank = part == 0 ? own % TOP_K : 0;
+#pragma unroll 1
+    for (int l = part; l < WARPS; l += PARTS) {
+        // Equals of lists in front are ahead as well; the own list has been counted.
+        const u32 beaten = l < list ? key - 1 : l == list ? 0xffffffffu : key;
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) best = max(best, key[i]);
+        for (int i = 0; i < TOP_K; ++i)  // by the borrow, for which no predicate is waited for
+            rank -= (int)(((u64)beaten - s.best[l * TOP_K + i]) >> 32);
+    }
 #pragma unroll
+    for (int by = 1; by < PARTS; by *= 2) rank += __shfl_xor_sync(ALL_LANES, rank, by);
+    // Threads without a candidate hold the last one, as its own lanes do.
+    if (part == 0 && rank < TOP_K) s.winner[rank] = candidate;
+    __syncthreads();
+}
+
+#else
+
+// By the first warp, a lane a list: its best left, and the one behind, loaded while others are taken.
+__device__ __forceinline__ void merge(Shared& s)
+{
+    if (threadIdx.x >= WARP) return;
+    int at = lane_id() * TOP_K;
+    const int end = lane_id() < WARPS ? at + TOP_K : 0;
+    const auto key = [&](int i) { return i < end ? s.best[i] : TAKEN; };
+    u32 best = key(at), next = key(at + 1);
+#pragma unroll 1
     for (int n = 0; n < TOP_K; ++n) {
         const u32 top = __reduce_max_sync(ALL_LANES, best);
-        const u32 holders = __ballot_sync(ALL_LANES, best == top);
-        if (lane != __ffs(holders) - 1) continue;
-        bool found = false;
-        best = TAKEN;
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) {
-            if (!found && key[i] == top) {
-                found = true;
-                key[i] = TAKEN;
-                s.winner[n] = lane * SLOTS + i;
-            }
-            best = max(best, key[i]);
+        const u32 equals = __ballot_sync(ALL_LANES, best == top);
+        if (best == top && !(equals & lanes_below())) {
+            s.winner[n].expert = at++;
+            best = next;
+            next = key(at + 1);
         }
     }
     __syncwarp();
+    if (lane_id() < TOP_K) s.winner[lane_id()] = s.candidate[s.winner[lane_id()].expert];
+    __syncwarp();
 }
 
-__device__ __forceinline__ bool is_padding(int row, const int* slot, const int* num_nodes, int nodes)
-{
-    if (num_nodes == nullptr) return false;
-    const int request = row / nodes;
-    return row - request * nodes >= num_nodes[request] || slot[request] < 0;
-}
+#endif
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(THREADS)
 route_experts(i64* expert, float* weight, const float* logits, const float* bias, int normalize,
-              float scale, const int* slot, const int* num_nodes, int nodes)
+              float scale, const int* slot, const int* num_nodes)
 {
     __shared__ Shared s;
+    const int node = blockIdx.x, request = blockIdx.y;
+    const int row = request * gridDim.x + node;
+    const int e = threadIdx.x;
+    const bool there = NUM_EXPERTS == THREADS || e < NUM_EXPERTS;
+    const float steer = there ? bias[e] : 0.0f;
     start_behind_previous();
-    const i64 row = blockIdx.x;
-    const int lane = lane_id();
-    if (is_padding(blockIdx.x, slot, num_nodes, nodes)) {
-        if (lane >= TOP_K) return;
-        expert[row * TOP_K + lane] = -1;
-        weight[row * TOP_K + lane] = 0.0f;
+    // All loads before the first use, so that their trips to memory overlap.
+    const float logit = there ? logits[(i64)row * NUM_EXPERTS + e] : 0.0f;
+    int live_nodes = gridDim.x, place = 0;
+    if (num_nodes != nullptr) {
+        live_nodes = num_nodes[request];
+        place = slot[request];
+    }
+    const float score = divide(1.0f, 1.0f + expf(-logit));
+    const i64 out = (i64)row * TOP_K + e;
+    if (node >= live_nodes || place < 0) {
+        if (e >= TOP_K) return;
+        expert[out] = -1;
+        weight[out] = 0.0f;
         return;
     }
-    float logit[SLOTS], steer[SLOTS];
-    u32 key[SLOTS];
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-        const int e = lane * SLOTS + i;
-        logit[i] = e < NUM_EXPERTS ? logits[row * NUM_EXPERTS + e] : 0.0f;
-        steer[i] = e < NUM_EXPERTS ? bias[e] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-        const int e = lane * SLOTS + i;
-        const float score = divide(1.0f, 1.0f + expf(-logit[i]));
-        key[i] = e < NUM_EXPERTS ? key_of(plus(score, steer[i])) : TAKEN;
-        if (e < NUM_EXPERTS) {
-            s.score[e] = score;
-            s.key[e] = key[i];
-        }
-    }
-    __syncwarp();
+    u32 key = there ? key_of(plus(score, steer)) : NOBODY;
     if (NUM_GROUPS > 1) {
-        const u32 kept = best_groups(s);
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) {
-            const int e = lane * SLOTS + i;
-            // Behind every other, yet never twice: as -inf, not as taken.
-            if (e < NUM_EXPERTS && !(kept >> (e / GROUP) & 1)) key[i] = key_of(-infinity());
-        }
+        const u32 kept = best_groups(s, key);
+        // Behind every other, yet never twice: as -inf, not as taken.
+        if (there && !(kept >> (e / GROUP) & 1)) key = key_of(-infinity());
     }
-    choose(s, key);
-    if (lane >= TOP_K) return;
+    const int rank = rank_in_warp(key);
+    if (rank < TOP_K) {
+        const int at = e / WARP * TOP_K + rank;
+        s.best[at] = key;
+        s.candidate[at] = {e, score};
+    }
+    __syncthreads();
+    merge(s);
+    if (e >= TOP_K) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < TOP_K; ++n) sum = plus(sum, s.score[s.winner[n]]);
-    const float own = s.score[s.winner[lane]];
-    const float share = normalize ? divide(own, plus(sum, 1e-20f)) : own;
-    expert[row * TOP_K + lane] = s.winner[lane];
-    weight[row * TOP_K + lane] = multiply(share, scale);
+    for (int n = 0; n < TOP_K; ++n) sum = plus(sum, s.winner[n].score);
+    const Candidate own = s.winner[e];
+    const float share = normalize ? divide(own.score, plus(sum, 1e-20f)) : own.score;
+    expert[out] = own.expert;
+    weight[out] = multiply(share, scale);
 }

@@ -151,6 +151,7 @@ def _router(ops: Ops, given: Inputs) -> Outputs:
     order = [torch.randperm(sizes.experts, generator=generator) for _ in range(5)]
     logits = torch.stack(order).float() * (6 / sizes.experts) - 3
     bias = torch.zeros(sizes.experts, device=given.device)
+    given.settle()
     return ops.route_experts(logits.to(given.device), bias, sizes.rule)
 
 

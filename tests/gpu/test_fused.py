@@ -80,7 +80,7 @@ def test_swiglu_far_out(fused: CudaFused) -> None:
     cases.check_swiglu_far_out(fused)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "negative", "holes"])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", cases.RULES)
 def test_route_experts(fused: CudaFused, name: str, rows: int, kind: str) -> None:

@@ -59,7 +59,14 @@ RULES = {
     ),
     "most": (1024, RoutingRule(top_k=32, num_groups=32, top_groups=7, normalize=True, scale=1.0)),
     "odd": (77, RoutingRule(top_k=5, num_groups=7, top_groups=2, normalize=False, scale=3.0)),
+    "one more": (33, RoutingRule(top_k=8, num_groups=1, top_groups=1, normalize=True, scale=2.0)),
+    "lists whole": (
+        70,
+        RoutingRule(top_k=32, num_groups=2, top_groups=1, normalize=True, scale=1.0),
+    ),
+    "the best": (384, RoutingRule(top_k=1, num_groups=3, top_groups=1, normalize=False, scale=1.0)),
 }
+ROUTINGS = ("normal", "ties", "alike", "negative", "holes", "no numbers")
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -211,10 +218,15 @@ def check_swiglu_far_out(fused: CudaFused) -> None:
 
 
 def routing_inputs(rows: int, experts: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Normal; on a coarse grid of ties; or with numbers that are none."""
+    """Normal; on a coarse grid of ties; ties all; or with numbers that are none."""
     logits, bias = 2 * drawn(rows, rows, experts), 0.3 * drawn(7, experts)
     if kind == "ties":
         logits, bias = logits.round(), bias.sign()
+    if kind == "alike":
+        # Of other numbers torch's exponentials differ from place to place.
+        logits, bias = 0 * logits, 0 * bias
+    if kind == "no numbers":
+        logits[:, 1::3] = torch.nan
     if kind == "negative":
         bias = bias - 9
     if kind == "holes":

@@ -42,7 +42,6 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("build_tree_pop_128", ""): 96,
     ("rms_norm", "WIDTH=16384"): 128,  # the widest that are taken, all in registers
     ("rope_cache", "LATENT_DIM=1024"): 96,
-    ("route_experts", "NUM_EXPERTS=1024"): 128,
     ("verify_attention", ""): 168,  # one block of 384: queries and results stay in registers
     ("verify_attention_fp32", ""): 128,
     ("plan_attention", ""): 96,  # one block

@@ -58,7 +58,7 @@ def test_swiglu_far_out(fused: CudaFused) -> None:
     cases.check_swiglu_far_out(fused)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "negative", "holes"])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
 @pytest.mark.parametrize("name", cases.RULES)
 def test_route_experts(fused: CudaFused, name: str, kind: str) -> None:
     for rows in (1, 6):
