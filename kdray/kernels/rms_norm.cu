@@ -54,10 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(uint4* out, uint4* total, const uint4* x, const uint4* delta, const uint4* weight,
          const float* eps, int x_stride)
 {
-    start_behind_previous();
     const i64 row = blockIdx.x;
     uint4 held[ITEMS], added[ITEMS], factor[ITEMS];
-    // All loads before the first use, so that their trips to memory overlap.
+    // All loads before the first use, so that their trips to memory overlap; weights before the wait.
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (has(i)) factor[i] = weight[place(i)];
+    const float epsilon = *eps;
+    start_behind_previous();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (has(i)) held[i] = x[row * x_stride + place(i)];
@@ -66,10 +70,6 @@ rms_norm(uint4* out, uint4* total, const uint4* x, const uint4* delta, const uin
         for (int i = 0; i < ITEMS; ++i)
             if (has(i)) added[i] = delta[row * VECTORS + place(i)];
     }
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        if (has(i)) factor[i] = weight[place(i)];
-    const float epsilon = *eps;
 
     float squares = 0.0f;
 #pragma unroll
