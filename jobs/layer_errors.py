@@ -126,16 +126,18 @@ class Heard(NamedTuple):
     chosen: list[Tensor]
 
     def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
-        routing = self.router.route(x, live)
+        return self.choose(self.logits(x), live)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.router.logits(x)
+
+    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.router.logits_beside(x, gate_up)
+
+    def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
+        routing = self.router.choose(logits, live)
         self.chosen.append(routing.expert)
         return routing
-
-    def route_beside(
-        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
-    ) -> tuple[Routing, Tensor]:
-        routing, inner = self.router.route_beside(x, gate_up, live)
-        self.chosen.append(routing.expert)
-        return routing, inner
 
 
 class Told(NamedTuple):
@@ -145,16 +147,20 @@ class Told(NamedTuple):
     chosen: list[Tensor]
 
     def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
+        return self.choose(self.logits(x), live)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.router.logits(x)
+
+    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.router.logits_beside(x, gate_up)
+
+    def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
         expert, rule = self.chosen.pop(0), self.router.rule
-        weight = torch.sigmoid(x @ self.router.weight).gather(1, expert)
+        weight = torch.sigmoid(logits).gather(1, expert)
         if rule.normalize:
             weight = weight / weight.sum(1, keepdim=True)
         return Routing(expert, weight * rule.scale)
-
-    def route_beside(
-        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
-    ) -> tuple[Routing, Tensor]:
-        return self.route(x, live), self.router.ops.gated_linear(x, gate_up)
 
 
 class Passes:

@@ -73,18 +73,20 @@ class Watched:
         self.gap = torch.empty(0)
 
     def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
-        ops, rule = self._router.ops, self._router.rule
-        logits = ops.linear(x, self._router.weight, dtype=torch.float32)
-        routing = Routing(*ops.route_experts(logits, self._router.bias, rule, live))
+        return self.choose(self.logits(x), live)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._router.logits(x)
+
+    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self._router.logits_beside(x, gate_up)
+
+    def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
+        routing = self._router.choose(logits, live)
         if self.told is not None:
-            routing = self._as_told(self.told.to(x.device), logits, routing)
+            routing = self._as_told(self.told.to(logits.device), logits, routing)
         self.chosen, self.gap = routing.expert.cpu(), self._gap(logits, routing.expert).cpu()
         return routing
-
-    def route_beside(
-        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
-    ) -> tuple[Routing, Tensor]:
-        return self.route(x, live), self._router.ops.gated_linear(x, gate_up)
 
     def _as_told(self, told: Tensor, logits: Tensor, own: Routing) -> Routing:
         """Other experts with the weights that this dtype gives them."""

@@ -86,8 +86,8 @@ class CudaAttention:
         cache: may have rows in fp8 where the others are bfloat16 (latent_rows.py).
         schedule: of these rows, for as many heads and this dtype. May be captured.
         planned: the schedule and what it is of were there before an earlier launch of `attend`
-        began, and the cache's rows before the batch's: the kernel reads them before the one in front
-        of it has ended.
+        began, and so were the cache's rows before the batch's: the kernel reads them before the one
+        in front of it has ended.
         """
         _check(out, query, cache, rows)
         requests, pages = rows.page_table.shape

@@ -47,17 +47,17 @@ class Router(NamedTuple):
 
     def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
         """x [T, E] -> the chosen experts; -1 for rows that are not live."""
-        logits = self.ops.linear(x, self.weight, dtype=torch.float32)
-        return self._chosen(logits, live)
+        return self.choose(self.logits(x), live)
 
-    def route_beside(
-        self, x: Tensor, gate_up: Tensor, live: LiveRows | None = None
-    ) -> tuple[Routing, Tensor]:
-        """The same, and gated_linear(x, gate_up) [T, I]: both read x, so a GPU takes one launch."""
-        logits, inner = self.ops.linear_and_gated(x, self.weight, gate_up, dtype=torch.float32)
-        return self._chosen(logits, live), inner
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, n_experts] fp32."""
+        return self.ops.linear(x, self.weight, dtype=torch.float32)
 
-    def _chosen(self, logits: Tensor, live: LiveRows | None) -> Routing:
+    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and gated_linear(x, gate_up) [T, I]: both read x, so a GPU takes one launch."""
+        return self.ops.linear_and_gated(x, self.weight, gate_up, dtype=torch.float32)
+
+    def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
         return Routing(*self.ops.route_experts(logits, self.bias, self.rule, live))
 
 
@@ -106,7 +106,8 @@ class MoE(NamedTuple):
         Sums are fp32, rounded once. Padding is routed like any row: shapes are fixed here, and
         fewer rows would save nothing.
         """
-        routing, inner = self.router.route_beside(x, self.shared.gate_up)
+        logits, inner = self.router.logits_beside(x, self.shared.gate_up)
+        routing = self.router.choose(logits)
         if x.shape[0] == 1 and x.is_cpu:
             weighted = self._one_row(x, routing)
         else:
@@ -196,8 +197,10 @@ class PackedMoE(NamedTuple):
         Rows that are not live (None: all are) visit the shared expert alone, and no weights are
         read for them.
         """
-        routing, inner = self.router.route_beside(x, self.shared.gate_up, live)
-        return self.ops.moe_w4a16(x, *routing, self.experts, self.shared.behind(inner))
+        logits, inner = self.router.logits_beside(x, self.shared.gate_up)
+        shared = self.shared.behind(inner)
+        routing = self.router.choose(logits, live)
+        return self.ops.moe_w4a16(x, *routing, self.experts, shared)
 
 
 def has_grouped_product(x: Tensor, down: Tensor) -> bool:

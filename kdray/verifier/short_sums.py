@@ -110,7 +110,11 @@ def _limit(
             f"{size >> 10} KB {one_shot:.1f} against {nccl:.1f}"
             for size, (one_shot, nccl) in zip(SIZES, told, strict=True)
         )
-        _log.info("sums over the GPUs' memory up to %d KB; us with a kernel in front, NCCL's: %s", limit >> 10, figures)
+        _log.info(
+            "sums over the GPUs' memory up to %d KB; us with a kernel in front, NCCL's: %s",
+            limit >> 10,
+            figures,
+        )
     return limit
 
 
