@@ -30,7 +30,7 @@
 // Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4; cuda_moe.Design: SLOTS of SLOT_STEPS steps a
 // warp, PARTS buffers to add up in, LIST_BYTES, BY_LANES, CATCH_UP, and SHARED_BYTES, what these take.
 
-#include "moe_w4a16_parts.cuh"
+#include "moe_w4a16_product.cuh"
 #include "overlap.cuh"
 
 struct Shared {
@@ -43,79 +43,24 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
 
-// A product under way: sums, and the activations of its next steps. The order of additions is that of
-// the inputs, whatever else is in the tile.
-struct Product {
-    Sums sum;
-    uint4 b[AHEAD][COLUMN_TILES];
-    Fragment zero;  // MINUS_136
+// Rows of fragments are columns 4 g .. 4 g + 3 of a lane: 8 bytes of a row of partial.
+struct Stored {
+    u16* partial;
 
-    __device__ void clear()
+    __device__ void operator()(const Pairs& pairs, const Unit& unit, const Sums& sum) const
     {
+        const int lane = lane_id();
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[j][i / 4][i % 4] = 0.0f;
-    }
-    // Activations of a slot's step. They come to where an earlier step's were: a copy would wait.
-    __device__ void load(const Activations& next, int step)
-    {
-        if (step >= next.left) return;
-#pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j)
-            b[step % AHEAD][j] = *(const uint4*)(next.rows + next.at[j] + step * STEP);
-    }
-    __device__ void load_first(const Activations& next)
-    {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) load(next, i);
-    }
-
-    // The oldest slot: `left` steps, at most SLOT_STEPS. It is filled anew at once, where registers
-    // take all that it holds.
-    __device__ void go_on(Stream& stream, Activations& next, int left)
-    {
-        constexpr bool EARLY = COLUMN_TILES * SLOT_STEPS <= 4;
-        const int slot = stream.ring.oldest;
-        stream.ring.wait();
-        Weights w[SLOT_STEPS];
-        if (EARLY) {
-#pragma unroll
-            for (int i = 0; i < SLOT_STEPS; ++i) w[i] = stream.ring.step(slot, i);
-            __syncwarp();
-            stream.bring_next();
-        }
-#pragma unroll
-        for (int i = 0; i < SLOT_STEPS; ++i) {
-            if (i == SLOT_STEPS - AHEAD) next.turn();
-            if (WHOLE_SLOTS || i < left) {
-                if (!EARLY) w[i] = stream.ring.step(slot, i);
-                multiply_step(sum, zero, w[i], b[i % AHEAD]);
+            for (int odd = 0; odd < 2; ++odd) {
+                const int pair = pairs.at(j, lane % 4 * 2 + odd);
+                if (pair < 0) continue;
+                *(uint2*)(partial + (i64)pair * WIDTH + unit.part * STEP + lane / 4 * 4) =
+                    four_of(sum, j, odd);
             }
-            load(next, (i + AHEAD) % SLOT_STEPS);
-        }
-        if (!EARLY) {
-            __syncwarp();
-            stream.bring_next();
-        }
     }
 };
-
-// Rows of fragments are columns 4 g .. 4 g + 3 of a lane: 8 bytes of a row of partial.
-__device__ __forceinline__ void store(u16* partial, const Pairs& pairs, int group, const Sums& sum)
-{
-    const int lane = lane_id();
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const int pair = pairs.at(j, lane % 4 * 2 + odd);
-            if (pair < 0) continue;
-            const uint2 four = {bf16_pair(sum[j][0][odd], sum[j][0][2 + odd]),
-                                bf16_pair(sum[j][1][odd], sum[j][1][2 + odd])};
-            *(uint2*)(partial + (i64)pair * WIDTH + group * STEP + lane / 4 * 4) = four;
-        }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_w4a16(u16* inner, u16* partial, int* ready, const u16* x, const unsigned char* gate_up,
@@ -126,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared& s = *(Shared*)memory;
     const int warp = threadIdx.x / WARP;
     Units units;
-    Stream stream{units, {}, 0, 0, nullptr};
+    Stream<Units> stream{units, {}, 0, 0, nullptr};
     stream.ring.open(&s.ring[warp][0][0], s.landed[warp]);
-    Adder adder{s.part, 0, inner, ready, 0};
+    Adder<CountedInner> adder{s.part, 0, {inner, ready}, 0};
     adder.open(s.meeting);
     if (threadIdx.x < 4) s.minus_136[threadIdx.x] = MINUS_136;
     start_behind_previous();
@@ -140,40 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     stream.fill();
 
-    Readiness readiness{ready, 0, 0};
-    Activations next{units, readiness, x, inner, 0, 0, x, {}};
-    next.prepare(0);
-    Product product;
-    product.zero = {{MINUS_136, MINUS_136, MINUS_136, MINUS_136}};
-    if (COLUMN_TILES == 1) {  // there are registers for it: the compiler would make it each time
-        const uint4 kept = shared_vector(shared_address(s.minus_136));
-        product.zero = {{kept.x, kept.y, kept.z, kept.w}};
-    }
-    // One loop for both halves: instructions come slowly the first time.
-    for (int i = -1, left = 0;;) {
-        if (left == 0) {
-            if (i >= 0) {
-                const Unit unit = units.at(i);
-                if (units.is_first(i))
-                    adder.add_up(units, unit, product.sum);
-                else
-                    store(partial, units.pairs(unit), unit.part, product.sum);
-            }
-            if (++i == units.num_all) break;
-            left = units.steps(i);
-            product.clear();
-            if (left == 0) {  // a warp without a share
-                next.prepare(i + 1);
-                continue;
-            }
-            if (next.left == 0) {
-                next.admit();
-                product.load_first(next);
-            }
-        }
-        product.go_on(stream, next, left);
-        left = max(0, left - SLOT_STEPS);
-    }
+    Readiness readiness{ready, inner, 0, 0};
+    Activations<Units, Readiness> next{units, readiness, x, 0, 0, x, {}};
+    multiply_all(units, stream, next, adder, s.minus_136, Stored{partial});
 }
 
 // Eight bf16, as float.

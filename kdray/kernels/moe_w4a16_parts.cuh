@@ -10,14 +10,27 @@ struct Meeting {
 };
 constexpr int FREE_AT = 8 * PARTS, DONE_AT = 16 * PARTS;
 
+// Where what is added up goes, whose readers look at counters.
+struct CountedInner {
+    static constexpr bool COUNTED = true;
+    u16* rows;
+    int* ready;
+
+    __device__ void put(int pair, int column, u16 value) const
+    {
+        rows[(i64)pair * INNER + column] = value;
+    }
+    __device__ void complete(const Unit& unit) const { arrive(counter_of(ready, unit)); }
+};
+
 // Adds up the parts, a column tile a round; rounds take turns at PARTS buffers. Four warps add up,
 // each time others, and the rest go on at once: a barrier completes a phase when all have written a
 // buffer (`full`), another when those that add it up have read it (`free`).
+template <class Inner>
 struct Adder {
     float (*part)[WARPS][8][WARP];
     SharedAddress full;
-    u16* inner;
-    int* ready;
+    Inner inner;
     u32 round;
 
     // The whole block is to meet before the first round.
@@ -34,6 +47,7 @@ struct Adder {
     }
 
     // To be called by all warps of the block, each when it comes to it.
+    template <class Units>
     __device__ void add_up(const Units& units, const Unit& unit, const Sums& sum)
     {
 #pragma unroll
@@ -55,13 +69,14 @@ struct Adder {
             if (lane == 0) barrier_arrive(full + FREE_AT + 8 * buffer);
             const int pair = units.pairs(unit).at(j, lane % 4 * 2 + i % 2);
             if (pair >= 0)
-                inner[(i64)pair * INNER + unit.part * SLICE + lane / 4 * 2 + i / 2] =
-                    (u16)bf16_pair(silu(both.gate) * both.up, 0.0f);
+                inner.put(pair, unit.part * SLICE + lane / 4 * 2 + i / 2,
+                          (u16)bf16_pair(silu(both.gate) * both.up, 0.0f));
+            if (!Inner::COUNTED) continue;
             __syncwarp();
             // The last of a unit's last adders tells of it all: they wait for all others' part of a
             // round, which these give when they are done with the rounds before.
             if (j + 1 == COLUMN_TILES && lane == 0 && count_in_block(full + DONE_AT) % ADDERS == ADDERS - 1)
-                arrive(counter_of(ready, unit));
+                inner.complete(unit);
         }
     }
 

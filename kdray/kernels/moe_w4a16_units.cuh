@@ -140,6 +140,7 @@ struct Units {
 };
 
 // All of a warp's weights one after another; the ring runs ahead of what is multiplied.
+template <class Units>
 struct Stream {
     const Units& units;
     Ring ring;
@@ -175,6 +176,7 @@ struct Stream {
 // them at once.
 struct Readiness {
     int* ready;
+    const u16* inner;
     int from;
     u32 known;
 
@@ -182,6 +184,8 @@ struct Readiness {
     {
         return (u32)(i - from) < WARP && (known >> (i - from) & 1);
     }
+    __device__ const u16* rows() const { return inner; }
+    __device__ static int row(const Pairs& pairs, int j) { return pairs.of[j]; }
     __device__ void wait_for(const Units& units, int i)
     {
         while (!knows(i)) {
@@ -195,11 +199,11 @@ struct Readiness {
 };
 
 // Where a warp's activations lie, a slot after the other, one slot ahead of what is multiplied.
+template <class Units, class Readiness>
 struct Activations {
     const Units& units;
     Readiness& ready;
     const u16* x;
-    const u16* inner;
     int unit;
     int left;  // its steps from this slot on; 0: they are not to be read yet
     const u16* rows;
@@ -212,13 +216,13 @@ struct Activations {
         left = 0;
         if (i == units.num_all) return;
         const bool first = units.is_first(i);
-        rows = first ? x : inner;
+        rows = first ? x : ready.rows();
         const Pairs pairs = units.pairs(units.at(i));
         const int begin = lane_id() % 4 * 8 + (first ? units.share_begin() * STEP : 0);
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
-            const int pair = pairs.of[j];
-            at[j] = begin + (first ? pair / TOP_K * WIDTH : pair * INNER);
+            at[j] = begin + (first ? pairs.of[j] / TOP_K * WIDTH
+                                   : Readiness::row(pairs, j) * INNER);
         }
     }
     // On to the slot behind. What is not known to be there must be waited for: not here, where this
