@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.cuda_moe_few import CudaMoeFew
 from kdray.kernels.cuda_moe_many import CudaMoeMany
 from kdray.kernels.loader import KernelLoader, processors_of
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
@@ -70,6 +71,8 @@ class Design:
 
 
 DESIGN = Design()
+# A unit of the second half fits a warp's slots, so that all its weights come before its rows do.
+FEW_DESIGN = Design(slots=4, parts=1)
 
 
 class SortedPairs(NamedTuple):
@@ -93,6 +96,7 @@ class CudaMoe:
         overlap: bool = True,
         design: Design = DESIGN,
         many_rows: int = MANY_ROWS,
+        few_rows: int = 0,
     ) -> None:
         """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
@@ -105,6 +109,8 @@ class CudaMoe:
         self._processors = processors_of(loader.device)
         self._many_rows = many_rows
         self.many = CudaMoeMany(loader, self._processors)
+        self._few_rows = few_rows
+        self._few = CudaMoeFew(loader, self._processors, MAX_TOP_K)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(
@@ -144,6 +150,12 @@ class CudaMoe:
         if 0 < len(x) >= self._many_rows:
             return self.many.moe_w4a16(x, expert, weight, experts, shared)
         (rows, width), top_k = x.shape, expert.shape[1]
+        if 0 < rows <= self._few_rows and self._few.takes(
+            rows, top_k, experts, FEW_DESIGN.list_bytes
+        ):
+            few = moe_defines(width, experts.inner, top_k, 1, FEW_DESIGN)
+            given = (x, expert, weight, experts, shared)
+            return self._few.moe_w4a16(*given, few, THREADS, self._launch)
         out = torch.empty_like(x)
         if rows == 0:
             return out

@@ -6,7 +6,7 @@
 // Where the warps of a block meet: barriers of PARTS buffers, and how many have added up.
 struct Meeting {
     u64 full[PARTS], free[PARTS];
-    u32 adders_done, unused[3];
+    u32 adders_done, second, unused[2];  // `second` is moe_w4a16_few's: whose turn it is
 };
 constexpr int FREE_AT = 8 * PARTS, DONE_AT = 16 * PARTS;
 
@@ -46,6 +46,12 @@ struct Adder {
         }
     }
 
+    // Until the next round's buffer has been read.
+    __device__ void wait_until_free() const
+    {
+        barrier_wait(full + FREE_AT + 8 * (round % PARTS), (int)(round / PARTS % 2) ^ 1);
+    }
+
     // To be called by all warps of the block, each when it comes to it.
     template <class Units>
     __device__ void add_up(const Units& units, const Unit& unit, const Sums& sum)
@@ -55,7 +61,7 @@ struct Adder {
             const int warp = threadIdx.x / WARP, lane = lane_id();
             const int buffer = (int)(round % PARTS), parity = (int)(round / PARTS % 2);
             float(*const own)[WARP] = part[buffer][warp];
-            barrier_wait(full + FREE_AT + 8 * buffer, parity ^ 1);
+            wait_until_free();
 #pragma unroll
             for (int i = 0; i < 8; ++i) own[i][lane] = sum[j][i / 4][i % 4];
             __syncwarp();

@@ -180,7 +180,7 @@ struct Readiness {
     int from;
     u32 known;
 
-    __device__ bool knows(int i) const
+    __device__ bool knows(const Units&, int i) const
     {
         return (u32)(i - from) < WARP && (known >> (i - from) & 1);
     }
@@ -188,7 +188,7 @@ struct Readiness {
     __device__ static int row(const Pairs& pairs, int j) { return pairs.of[j]; }
     __device__ void wait_for(const Units& units, int i)
     {
-        while (!knows(i)) {
+        while (!knows(units, i)) {
             const int unit = i + lane_id();  // the same each time: found once, but in wide tiles
             const int* const own = unit < units.num_all ? counter_of(ready, units.at(unit)) : nullptr;
             known = __ballot_sync(ALL_LANES, own != nullptr && have_arrived(own, SLICES));
@@ -236,7 +236,7 @@ struct Activations {
             return;
         }
         prepare(unit + 1);
-        if (unit < units.num_all && (units.is_first(unit) || ready.knows(unit)))
+        if (unit < units.num_all && (units.is_first(unit) || ready.knows(units, unit)))
             left = units.steps(unit);
     }
     // The unit's first slot is to be read now.

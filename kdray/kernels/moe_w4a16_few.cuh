@@ -1,0 +1,231 @@
+// What moe_w4a16_few does otherwise: a block has its columns of the output for all experts, and tells
+// the others nothing but `inner`.
+#pragma once
+
+#include "moe_w4a16_product.cuh"
+
+static_assert(COLUMN_TILES == 1 && PARTS == 1, "of few rows");
+
+constexpr int STAGE = 8 * WARP * 2;         // numbers that a warp has room for: its part of a buffer
+constexpr int FEW_INNER = STAGE * MAX_TOP_K;  // numbers of `inner` at most, of which there are two
+constexpr u32 EMPTY = 0xffffffffu;            // two numbers that are not there: no bf16 is rounded to
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ void store_relaxed(u16* to, u16 x)
+{
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(x) : "memory");
+}
+__device__ __forceinline__ uint4 load_relaxed(const uint4* from)
+{
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_relaxed(const u32* from)
+{
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+// One more, and 0 after `last`.
+__device__ __forceinline__ void count_round(u32* counter, u32 last)
+{
+    asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+
+#else
+
+inline void store_relaxed(u16* to, u16 x) { *(volatile u16*)to = x; }
+inline uint4 load_relaxed(const uint4* from) { return *from; }
+inline u32 load_relaxed(const u32* from) { return *(const volatile u32*)from; }
+inline void count_round(u32* counter, u32 last) { *counter = *counter >= last ? 0 : *counter + 1; }
+
+#endif
+
+__device__ __forceinline__ bool has_gap(u32 two) { return two >= 0xffff0000u || (u16)two == 0xffffu; }
+__device__ __forceinline__ bool has_gap(const uint4& v)
+{
+    return has_gap(v.x) || has_gap(v.y) || has_gap(v.z) || has_gap(v.w);
+}
+
+// Eight numbers, when other blocks have written them all. Each says of itself that it is there, so
+// nothing orders one after another.
+__device__ __forceinline__ uint4 load_filled(const u16* from)
+{
+    uint4 v = load_relaxed((const uint4*)from);
+    while (has_gap(v)) {
+#ifndef __CUDACC__
+        simt::wait_for_other_blocks();
+#endif
+        v = load_relaxed((const uint4*)from);
+    }
+    return v;
+}
+
+// Launches take turns at two of `inner`: each empties the one that the next will fill. Which one is
+// whose shows in the number of blocks that have begun, modulo those of two launches: a block adds
+// itself when it has looked, so that all of a launch see the same.
+struct Turn {
+    u16* own;
+    u16* other;
+
+    __device__ static Turn of(u16* inner, bool second)
+    {
+        return {inner + (second ? FEW_INNER : 0), inner + (second ? 0 : FEW_INNER)};
+    }
+    // The last blocks, which have least to do.
+    __device__ void empty_other() const
+    {
+        const int begin = (int)((gridDim.x - 1 - blockIdx.x) * THREADS + threadIdx.x);
+        for (int i = begin; i < FEW_INNER / 8; i += (int)gridDim.x * THREADS)
+            ((uint4*)other)[i] = {EMPTY, EMPTY, EMPTY, EMPTY};
+    }
+};
+
+// Where what is added up goes, whose readers look at itself.
+struct FilledInner {
+    static constexpr bool COUNTED = false;
+    u16* rows;
+
+    __device__ void put(int pair, int column, u16 value) const
+    {
+        store_relaxed(rows + pair * INNER + column, value);
+    }
+    __device__ void complete(const Unit&) const {}
+};
+
+// The first half is dealt as ever. In the second a block has every so manieth 32 columns, of all
+// tiles: a warp takes every 16th of its units. Blocks with less of the first half have more of it.
+struct OwnedUnits : Units {
+    int groups;  // of the block
+
+    __device__ void count()
+    {
+        const int blocks = (int)gridDim.x;
+        warp = same_in_warp((int)threadIdx.x / WARP);
+        num_first = shares_of(tiles.number * SLICES, blocks, (int)blockIdx.x);
+        groups = shares_of(WIDE_STEPS, blocks, group(0));
+        num_all = num_first + shares_of(groups * tiles.number, WARPS, warp);
+    }
+    // The number of one of the block's among all.
+    __device__ static int group(int own) { return (int)(gridDim.x - 1 - blockIdx.x + own * gridDim.x); }
+
+    // Of the second half: the part is the block's own.
+    __device__ Unit at(int i) const
+    {
+        if (is_first(i)) return Units::at(i);
+        const u32 unit = (u32)(warp + (i - num_first) * WARPS), part = unit / (u32)tiles.number;
+        return {(int)(unit - part * tiles.number), (int)part};
+    }
+    __device__ const unsigned char* weights(int i) const
+    {
+        if (is_first(i)) return Units::weights(i);
+        const Unit unit = at(i);
+        const i64 expert = tiles.at(unit.tile).expert;
+        return down + (expert * WIDE_STEPS + group(unit.part)) * INNER_STEPS * STEP_BYTES;
+    }
+};
+
+// A tile's rows of `inner` in the warp's own shared memory, where its part of the first half was.
+struct Staged {
+    const Adder<FilledInner>& adder;
+    u16* own;
+    int tile;  // -1: none
+
+    __device__ bool knows(const OwnedUnits& units, int i) const { return units.at(i).tile == tile; }
+    __device__ const u16* rows() const { return own; }
+    __device__ static int row(const Pairs& pairs, int j)
+    {
+        const int column = 8 * j + lane_id() / 4;
+        return column < pairs.count ? column : 0;
+    }
+    __device__ void wait_for(const OwnedUnits& units, int i)
+    {
+        const int wanted = units.at(i).tile;
+        if (wanted == tile) return;
+        tile = wanted;
+        adder.wait_until_free();
+        const Pairs pairs = units.pairs({wanted, 0});
+        __syncwarp();  // nobody reads the rows that were there
+        for (int row = 0; row < pairs.count; ++row) {
+            const u16* const from = adder.inner.rows + pairs.at(0, row) * INNER;
+            for (int at = lane_id() * 8; at < INNER; at += WARP * 8)
+                *(uint4*)(own + row * INNER + at) = load_filled(from + at);
+        }
+        __syncwarp();
+    }
+};
+static_assert(INNER <= STAGE, "a row at least");
+
+// What the block's columns are the sum of, in its list behind the sorted pairs.
+struct Terms {
+    static constexpr int AT = 8 * MOST_UNSORTED + 16;
+    int groups, num_pairs;
+    u16* given;     // [num_pairs, groups, STEP]: of a pair's expert
+    u16* shared;    // [rows, groups, STEP]
+    float* weight;  // [num_pairs]
+
+    __device__ static Terms in(unsigned char* list, int groups, int num_pairs)
+    {
+        u16* const given = (u16*)(list + AT);
+        u16* const shared = given + num_pairs * groups * STEP;
+        return {groups, num_pairs, given, shared,
+                (float*)(shared + num_pairs / TOP_K * groups * STEP)};
+    }
+    // What is there already is on its way from here on.
+    __device__ void fetch(const float* from, const u16* shared_from) const
+    {
+        const int thread = (int)threadIdx.x;
+        if (thread < num_pairs) copy_word_async(shared_address(weight + thread), from + thread);
+        if (shared_from == nullptr) return;
+        constexpr int LINES = STEP / 8;
+        for (int i = thread; i < num_pairs / TOP_K * groups * LINES; i += THREADS) {
+            const int row = i / LINES / groups, group = i / LINES % groups;
+            copy_async(shared_address(shared + i * 8),
+                       shared_from + (i64)row * WIDTH + OwnedUnits::group(group) * STEP +
+                           i % LINES * 8,
+                       true);
+        }
+    }
+    // Columns 4 g .. 4 g + 3 of a lane, as a unit's sums have them.
+    __device__ void operator()(const Pairs& pairs, const Unit& unit, const Sums& sum) const
+    {
+        const int lane = lane_id();
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int pair = pairs.at(0, lane % 4 * 2 + odd);
+            if (pair >= 0)
+                *(uint2*)(given + (pair * groups + unit.part) * STEP + lane / 4 * 4) =
+                    four_of(sum, 0, odd);
+        }
+    }
+    // Two columns a thread, when all is there.
+    __device__ void add_up(u16* out, bool with_shared) const
+    {
+        constexpr int TWOS = STEP / 2;
+        for (int i = (int)threadIdx.x; i < num_pairs / TOP_K * groups * TWOS; i += THREADS) {
+            const int row = i / TWOS / groups, group = i / TWOS % groups, two = i % TWOS;
+            float low = 0.0f, high = 0.0f;
+#pragma unroll
+            for (int k = 0; k < TOP_K; ++k) {
+                const int pair = row * TOP_K + k;
+                const float w = weight[pair];
+                if (w == 0.0f) continue;  // of no expert: nobody gave anything
+                const u32 term = *(const u32*)(given + (pair * groups + group) * STEP + 2 * two);
+                low += w * bf16_low(term);
+                high += w * bf16_high(term);
+            }
+            if (with_shared) {
+                const u32 term = *(const u32*)(shared + i * 2);
+                low += bf16_low(term);
+                high += bf16_high(term);
+            }
+            *(u32*)(out + (i64)row * WIDTH + OwnedUnits::group(group) * STEP + 2 * two) =
+                bf16_pair(low, high);
+        }
+    }
+};
