@@ -5,6 +5,7 @@ Nothing waits for the device; all may be captured in a graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -30,6 +31,7 @@ MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
 READY_INTS = 32
 MANY_ROWS = 1024  # from which weights are unpacked once for many rows; the bits are the same
+FEW_ROWS = 0  # up to which one launch does it all; the bits are the same
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
 
@@ -96,7 +98,9 @@ class CudaMoe:
         overlap: bool = True,
         design: Design = DESIGN,
         many_rows: int = MANY_ROWS,
-        few_rows: int = 0,
+        few_rows: int = FEW_ROWS,
+        few_design: Design = FEW_DESIGN,
+        switches: Mapping[str, str | int] | None = None,
     ) -> None:
         """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
@@ -109,7 +113,8 @@ class CudaMoe:
         self._processors = processors_of(loader.device)
         self._many_rows = many_rows
         self.many = CudaMoeMany(loader, self._processors)
-        self._few_rows = few_rows
+        self._few_rows, self._few_design = few_rows, few_design
+        self._switches = dict(switches or {})
         self._few = CudaMoeFew(loader, self._processors, MAX_TOP_K)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
@@ -150,12 +155,11 @@ class CudaMoe:
         if 0 < len(x) >= self._many_rows:
             return self.many.moe_w4a16(x, expert, weight, experts, shared)
         (rows, width), top_k = x.shape, expert.shape[1]
-        if 0 < rows <= self._few_rows and self._few.takes(
-            rows, top_k, experts, FEW_DESIGN.list_bytes
-        ):
-            few = moe_defines(width, experts.inner, top_k, 1, FEW_DESIGN)
+        few = self._few_design
+        if 0 < rows <= self._few_rows and self._few.takes(rows, top_k, experts, few.list_bytes):
+            defines = few_defines(width, experts.inner, top_k, few) | self._switches
             given = (x, expert, weight, experts, shared)
-            return self._few.moe_w4a16(*given, few, THREADS, self._launch)
+            return self._few.moe_w4a16(*given, defines, THREADS, self._launch)
         out = torch.empty_like(x)
         if rows == 0:
             return out
@@ -163,7 +167,7 @@ class CudaMoe:
         partial = x.new_empty(rows * top_k, width)
         tiles = column_tiles(rows * top_k, experts.num_experts)
         order = self._order(expert, experts.num_experts, tiles)
-        defines = moe_defines(width, experts.inner, top_k, tiles, self._design)
+        defines = moe_defines(width, experts.inner, top_k, tiles, self._design) | self._switches
         multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
         weights = (experts.gate_up, experts.down)
         most_tiles = rows * top_k if order[0] is None else len(order[0])
@@ -226,6 +230,13 @@ def moe_defines(
         "CATCH_UP": int(design.catch_up),
         "SHARED_BYTES": design.shared_bytes,
     }
+
+
+@cache
+def few_defines(
+    width: int, inner: int, top_k: int, design: Design = FEW_DESIGN
+) -> dict[str, str | int]:
+    return moe_defines(width, inner, top_k, 1, design) | {"MAX_TOP_K": MAX_TOP_K}
 
 
 def takes(

@@ -16,6 +16,7 @@ from kdray.kernels.moe_layout import TILE, PackedExperts
 # As in the .cu file.
 STAGE = 512  # numbers of `inner` that a warp has room for
 SORTED_BYTES = 1040  # of a block's list
+MAX_GROUPS = 32  # of 32 columns, a block
 
 
 class CudaMoeFew:
@@ -24,7 +25,6 @@ class CudaMoeFew:
     def __init__(self, loader: KernelLoader, processors: int, max_top_k: int) -> None:
         self._loader = loader
         self._processors = processors
-        self._max_top_k = max_top_k
         device = loader.device
         self._inner = torch.full((2, STAGE * max_top_k), -1, dtype=torch.int16, device=device)
         self._begun = torch.zeros(1, dtype=torch.int32, device=device)
@@ -33,7 +33,11 @@ class CudaMoeFew:
         """Whether all that a block adds up fits its shared memory."""
         pairs, groups = rows * top_k, -(-experts.width // TILE // self._processors)
         terms = 2 * TILE * groups * (pairs + rows) + 4 * pairs
-        return rows * experts.inner <= STAGE and SORTED_BYTES + terms <= list_bytes
+        return (
+            rows * experts.inner <= STAGE
+            and groups <= MAX_GROUPS
+            and SORTED_BYTES + terms <= list_bytes
+        )
 
     def moe_w4a16(
         self,
@@ -48,8 +52,7 @@ class CudaMoeFew:
     ) -> Tensor:
         """As in Ops, for what `takes` takes."""
         out = torch.empty_like(x)
-        both = {**defines, "MAX_TOP_K": self._max_top_k}
-        kernel = self._loader.get("moe_w4a16_few", "moe_w4a16_few", both)
+        kernel = self._loader.get("moe_w4a16_few", "moe_w4a16_few", defines)
         weights = (experts.gate_up, experts.down)
         kernel.launch(
             self._processors,

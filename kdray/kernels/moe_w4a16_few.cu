@@ -12,8 +12,8 @@
 // launch empties what the next one fills.
 //
 // Grid: as moe_w4a16's; always the same number of blocks, which must not exceed what is resident.
-// Limits: those of moe_w4a16, with tile null; T * INNER <= 512, TOP_K <= MAX_TOP_K; what a block adds up
-// fits its list: 1,040 + 64 * G * (P + T) + 4 * P <= LIST_BYTES with G = its columns / 32, at most.
+// Limits: those of moe_w4a16, with tile null; T * INNER <= 512, TOP_K <= MAX_TOP_K; G <= 32, and what a
+// block adds up fits its list: 1,040 + 64 * G * (P + T) + 4 * P <= LIST_BYTES with G = its columns / 32, at most.
 // Precision and oracle: as moe_w4a16's, bit for bit.
 // Defines: moe_w4a16's with COLUMN_TILES 1 and PARTS 1; MAX_TOP_K.
 
@@ -47,13 +47,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     start_behind_previous();
 
     const u32 blocks_before = threadIdx.x == 0 ? load_relaxed(begun) : 0;
-    units.tiles = Tiles::of(s.list, nullptr, nullptr, nullptr, expert, num_pairs, num_pairs);
     units.gate_up = gate_up;
     units.down = down;
+    units.warp = same_in_warp(warp);
+    int filled = 0;
+    if (START_EARLY && num_pairs <= WARP) {
+        const int first = expert_of_tile(expert, num_pairs, (int)blockIdx.x / SLICES);
+        if (first >= 0) filled = stream.begin(units.first_weights(first, (int)blockIdx.x % SLICES));
+    }
+    units.tiles = Tiles::of(s.list, nullptr, nullptr, nullptr, expert, num_pairs, num_pairs);
     units.count();
     if (threadIdx.x == 0) s.meeting.second = blocks_before >= gridDim.x;
     __syncthreads();
-    stream.fill();
+    stream.fill(filled);
 
     if (threadIdx.x == 0) count_round(begun, 2 * gridDim.x - 1);
     const Turn turn = Turn::of(inner, s.meeting.second);

@@ -130,6 +130,25 @@ struct OwnedUnits : Units {
     }
 };
 
+// Whether a block's first weights are asked for before the rest of the order is known.
+#ifndef START_EARLY
+#define START_EARLY 1
+#endif
+
+// The expert of a tile as sorted_by_warps numbers them, or -1: what a block's first unit needs.
+__device__ __forceinline__ int expert_of_tile(const i64* expert, int num_pairs, int tile)
+{
+    const int lane = lane_id();
+    const int own = lane < num_pairs ? (int)expert[lane] : -1;
+    const u32 lower = (1u << lane) - 1;
+    const u32 same = __match_any_sync(ALL_LANES, own);
+    const bool leads = own >= 0 && (same & lower) == 0;
+    const u32 leaders = __ballot_sync(ALL_LANES, leads);
+    const u32 it = __ballot_sync(ALL_LANES, leads && __popc(leaders & lower) == tile);
+    const int found = __shfl_sync(ALL_LANES, own, it != 0 ? __ffs(it) - 1 : 0);
+    return it != 0 ? found : -1;
+}
+
 // A tile's rows of `inner` in the warp's own shared memory, where its part of the first half was.
 struct Staged {
     const Adder<FilledInner>& adder;
@@ -179,17 +198,14 @@ struct Terms {
     // What is there already is on its way from here on.
     __device__ void fetch(const float* from, const u16* shared_from) const
     {
-        const int thread = (int)threadIdx.x;
-        if (thread < num_pairs) copy_word_async(shared_address(weight + thread), from + thread);
-        if (shared_from == nullptr) return;
         constexpr int LINES = STEP / 8;
-        for (int i = thread; i < num_pairs / TOP_K * groups * LINES; i += THREADS) {
-            const int row = i / LINES / groups, group = i / LINES % groups;
-            copy_async(shared_address(shared + i * 8),
-                       shared_from + (i64)row * WIDTH + OwnedUnits::group(group) * STEP +
-                           i % LINES * 8,
-                       true);
-        }
+        const int thread = (int)threadIdx.x, group = thread / LINES, line = thread % LINES;
+        if (thread < num_pairs) copy_word_async(shared_address(weight + thread), from + thread);
+        if (shared_from == nullptr || group >= groups) return;
+#pragma unroll 1
+        for (int row = 0; row < num_pairs / TOP_K; ++row)
+            copy_async(shared_address(shared + (row * groups + group) * STEP + line * 8),
+                       shared_from + (i64)row * WIDTH + column(group) + line * 8, true);
     }
     // Columns 4 g .. 4 g + 3 of a lane, as a unit's sums have them.
     __device__ void operator()(const Pairs& pairs, const Unit& unit, const Sums& sum) const
@@ -207,25 +223,31 @@ struct Terms {
     __device__ void add_up(u16* out, bool with_shared) const
     {
         constexpr int TWOS = STEP / 2;
-        for (int i = (int)threadIdx.x; i < num_pairs / TOP_K * groups * TWOS; i += THREADS) {
-            const int row = i / TWOS / groups, group = i / TWOS % groups, two = i % TWOS;
+        const int group = (int)threadIdx.x / TWOS, two = (int)threadIdx.x % TWOS * 2;
+        if (group >= groups) return;
+#pragma unroll 1
+        for (int row = 0; row < num_pairs / TOP_K; ++row) {
+            u32 term[TOP_K];
+#pragma unroll
+            for (int k = 0; k < TOP_K; ++k)
+                term[k] = *(const u32*)(given + ((row * TOP_K + k) * groups + group) * STEP + two);
             float low = 0.0f, high = 0.0f;
 #pragma unroll
             for (int k = 0; k < TOP_K; ++k) {
-                const int pair = row * TOP_K + k;
-                const float w = weight[pair];
+                const float w = weight[row * TOP_K + k];
                 if (w == 0.0f) continue;  // of no expert: nobody gave anything
-                const u32 term = *(const u32*)(given + (pair * groups + group) * STEP + 2 * two);
-                low += w * bf16_low(term);
-                high += w * bf16_high(term);
+                low += w * bf16_low(term[k]);
+                high += w * bf16_high(term[k]);
             }
             if (with_shared) {
-                const u32 term = *(const u32*)(shared + i * 2);
-                low += bf16_low(term);
-                high += bf16_high(term);
+                const u32 last = *(const u32*)(shared + (row * groups + group) * STEP + two);
+                low += bf16_low(last);
+                high += bf16_high(last);
             }
-            *(u32*)(out + (i64)row * WIDTH + OwnedUnits::group(group) * STEP + 2 * two) =
-                bf16_pair(low, high);
+            *(u32*)(out + (i64)row * WIDTH + column(group) + two) = bf16_pair(low, high);
         }
     }
+
+private:
+    __device__ static int column(int group) { return OwnedUnits::group(group) * STEP; }
 };

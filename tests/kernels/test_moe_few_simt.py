@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kdray.kernels.cuda_moe import CudaMoe
+from kdray.kernels.cuda_moe import CudaMoe, Design
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
 from tests.kernels.simt_loader import simt_loader
@@ -48,6 +50,19 @@ def test_bits_are_those_of_two_launches(
     cases.check(few, case)
     cases.check_same_bits(few, plain, case)
     check_workspace(few, launches=2)
+
+
+WAYS = [
+    {"switches": {"START_EARLY": 0}, "few_design": Design(slots=3, parts=1)},
+    {"few_design": Design(slots=2, parts=1, by_lanes=False)},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_other_designs_give_the_same_bits(plain: CudaMoe, way: dict[str, Any]) -> None:
+    for rows in (1, 2):
+        case = cases.drawn_case(SIZES[3], rows)
+        cases.check_same_bits(CudaMoe(simt_loader(seed=5), few_rows=2, **way), plain, case)
 
 
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
