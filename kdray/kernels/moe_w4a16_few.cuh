@@ -36,9 +36,14 @@ __device__ __forceinline__ void count_round(u32* counter, u32 last)
 {
     asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
 }
+__device__ __forceinline__ void wait_a_while(bool longer)
+{
+    if (longer) asm volatile("nanosleep.u32 200;" ::: "memory");
+}
 
 #else
 
+inline void wait_a_while(bool) { simt::wait_for_other_blocks(); }
 inline void store_relaxed(u16* to, u16 x) { *(volatile u16*)to = x; }
 inline uint4 load_relaxed(const uint4* from) { return *from; }
 inline u32 load_relaxed(const u32* from) { return *(const volatile u32*)from; }
@@ -46,24 +51,27 @@ inline void count_round(u32* counter, u32 last) { *counter = *counter >= last ? 
 
 #endif
 
-__device__ __forceinline__ bool has_gap(u32 two) { return two >= 0xffff0000u || (u16)two == 0xffffu; }
+// Whether one of eight is not there: whether a half of ~word is 0.
+__device__ __forceinline__ u32 gaps(u32 word) { return (~word - 0x00010001u) & word & 0x80008000u; }
 __device__ __forceinline__ bool has_gap(const uint4& v)
 {
-    return has_gap(v.x) || has_gap(v.y) || has_gap(v.z) || has_gap(v.w);
+    return (gaps(v.x) | gaps(v.y) | gaps(v.z) | gaps(v.w)) != 0;
 }
 
-// Eight numbers, when other blocks have written them all. Each says of itself that it is there, so
-// nothing orders one after another.
-__device__ __forceinline__ uint4 load_filled(const u16* from)
+// Eight numbers a lane that asks, when other blocks have written them all; for a whole warp. Each says
+// of itself that it is there, so nothing orders one after another. Only gaps are looked at again,
+// and seldom while there is nothing else: a block without a first half begins long before.
+__device__ __forceinline__ uint4 load_filled(const u16* from, bool asks)
 {
-    uint4 v = load_relaxed((const uint4*)from);
-    while (has_gap(v)) {
-#ifndef __CUDACC__
-        simt::wait_for_other_blocks();
-#endif
-        v = load_relaxed((const uint4*)from);
+    const u32 asking = __ballot_sync(ALL_LANES, asks);
+    uint4 v{};
+    for (bool gap = asks;;) {
+        if (gap) v = load_relaxed((const uint4*)from);
+        gap = gap && has_gap(v);
+        const u32 waiting = __ballot_sync(ALL_LANES, gap);
+        if (waiting == 0) return v;
+        wait_a_while(waiting == asking);
     }
-    return v;
 }
 
 // Launches take turns at two of `inner`: each empties the one that the next will fill. Which one is
@@ -172,8 +180,12 @@ struct Staged {
         __syncwarp();  // nobody reads the rows that were there
         for (int row = 0; row < pairs.count; ++row) {
             const u16* const from = adder.inner.rows + pairs.at(0, row) * INNER;
-            for (int at = lane_id() * 8; at < INNER; at += WARP * 8)
-                *(uint4*)(own + row * INNER + at) = load_filled(from + at);
+#pragma unroll 1
+            for (int begin = 0; begin < INNER; begin += WARP * 8) {
+                const int at = begin + lane_id() * 8;
+                const uint4 eight = load_filled(from + at, at < INNER);
+                if (at < INNER) *(uint4*)(own + row * INNER + at) = eight;
+            }
         }
         __syncwarp();
     }
