@@ -52,10 +52,15 @@ __device__ __forceinline__ int sorted_by_warps(unsigned char* list, const i64* e
     return __popc(leaders);
 }
 
+// Whether pairs that are not there are left out, or sorted to the end.
+#ifndef SORTS_THOSE_THERE
+#define SORTS_THOSE_THERE 1
+#endif
+
 // Up to MOST_UNSORTED pairs: a quad of lanes compares its pair with all, a lane with a part of them.
 // They lie behind the list, 2 bytes each, and which places a tile begins at, a bit each.
 constexpr int MOST_UNSORTED = 128;
-constexpr int PART_WORDS = MOST_UNSORTED / 4 / 2;  // of a lane of a quad, two experts each
+constexpr int PART_EIGHTS = MOST_UNSORTED / 4 / 8;  // of a lane of a quad, experts each
 constexpr u32 NO_EXPERT = 0xffff;                  // above all others
 constexpr bool SORTS_MANY = LIST_BYTES >= 8 * MOST_UNSORTED + 16;
 
@@ -74,20 +79,21 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ Place place_among(const u16* experts, int pair, u32 own)
+__device__ __forceinline__ Place place_among(const u16* experts, int num_pairs, int pair, u32 own)
 {
     Place place{};
-    const int part = lane_id() % 4;
-    const u32* const words = (const u32*)experts + part * PART_WORDS;
 #pragma unroll
-    for (int i = 0; i < PART_WORDS; ++i) {
-        const u32 two = words[i];
+    for (int i = 0; i < PART_EIGHTS; ++i) {
+        const int begin = (4 * i + lane_id() % 4) * 8;
+        if (SORTS_THOSE_THERE && 32 * i >= num_pairs) break;
+        const uint4 eight = *(const uint4*)(experts + begin);
+        const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 other = half ? two >> 16 : two & 0xffff;
+        for (int j = 0; j < 8; ++j) {
+            const u32 other = j % 2 ? words[j / 2] >> 16 : words[j / 2] & 0xffff;
             place.smaller += other < own;
             place.same += other == own;
-            place.before += other == own && 2 * (part * PART_WORDS + i) + half < pair;
+            place.before += other == own && begin + j < pair;
         }
     }
     place.sum_over_quad();
@@ -106,7 +112,9 @@ __device__ __forceinline__ int sorted_by_quads(unsigned char* list, const i64* e
     if (thread < MOST_UNSORTED / WARP) begins[thread] = 0;
     __syncthreads();
     const u32 own = experts[pair];
-    const Place place = place_among(experts, pair, own);
+    Place place{};
+    if (!SORTS_THOSE_THERE || (int)(thread / WARP * (WARP / 4)) < num_pairs)
+        place = place_among(experts, num_pairs, pair, own);
     const int at = place.smaller + place.before;
     const bool speaks = thread % 4 == 0 && own != NO_EXPERT, leads = place.before % COLUMNS == 0;
     if (speaks) pairs[at] = (u16)pair;

@@ -38,6 +38,11 @@ def few(loader: KernelLoader) -> CudaMoe:
     return CudaMoe(loader, few_rows=2)
 
 
+@pytest.fixture(scope="module")
+def plain(loader: KernelLoader) -> CudaMoe:
+    return CudaMoe(loader, few_rows=0)
+
+
 @cache
 def experts_of(sizes: Sizes) -> PackedExperts:
     return cases.drawn_experts(sizes, torch.device("cuda"))
@@ -112,16 +117,16 @@ def test_it_may_start_before_the_kernel_ahead_ends(loader: KernelLoader) -> None
 @pytest.mark.parametrize("sizes", [KIMI, *ODD], ids=str)
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
 def test_one_launch_gives_the_bits_of_two(
-    moe: CudaMoe, few: CudaMoe, sizes: Sizes, routing: str
+    plain: CudaMoe, few: CudaMoe, sizes: Sizes, routing: str
 ) -> None:
     for rows in (1, 2):
-        cases.check_same_bits(few, moe, drawn(sizes, rows, routing))
+        cases.check_same_bits(few, plain, drawn(sizes, rows, routing))
 
 
-def test_one_launch_many_times(few: CudaMoe, moe: CudaMoe) -> None:
+def test_one_launch_many_times(few: CudaMoe, plain: CudaMoe) -> None:
     """Turns at the workspace, by sizes that mix, alone and in a graph."""
     mixed = [drawn(KIMI, 1), drawn(KIMI, 2), drawn(ODD[2], 1), drawn(KIMI, 1, "few experts")]
-    wanted = [case.run(moe) for case in mixed]
+    wanted = [case.run(plain) for case in mixed]
     for _ in range(200):
         for case, out in zip(mixed, wanted, strict=True):
             assert torch.equal(case.run(few), out)
