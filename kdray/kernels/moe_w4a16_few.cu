@@ -12,8 +12,8 @@
 // launch empties what the next one fills.
 //
 // Grid: as moe_w4a16's; always the same number of blocks, which must not exceed what is resident.
-// Limits: those of moe_w4a16, with tile null; T * INNER <= 512, TOP_K <= MAX_TOP_K; G <= 32, and what a
-// block adds up fits its list: 1,040 + 64 * G * (P + T) + 4 * P <= LIST_BYTES with G = its columns / 32, at most.
+// Limits: those of moe_w4a16, with tile null; T * INNER <= 512, TOP_K <= MAX_TOP_K; with G = a block's
+// columns / 32, at most: G <= 32, and 1,040 + 64 * G * (P + T) + 4 * P <= LIST_BYTES.
 // Precision and oracle: as moe_w4a16's, bit for bit.
 // Defines: moe_w4a16's with COLUMN_TILES 1 and PARTS 1; MAX_TOP_K.
 
