@@ -5,15 +5,12 @@
 
 us             moe_w4a16 in a CUDA graph: sorting, both products, the weighted sum
 cooperative_us the same as a cooperative launch, which waits for the kernel before it to end
-NAME_us        that, with another design of the kernel (--variants)
-<<<<<<< HEAD
+NAME_us        moe_w4a16.cu's two launches, with another design of the kernel (--variants)
 sort_us        sorting alone; up to 16 rows the product's blocks do it
-=======
-sort_us        sorting alone; up to 4 rows the product's warps do it
+one_launch_us  by the kernel for one row or two, two_launches_us by the one for more, up to UP_TO
 few_us         by the kernel for few rows, many_us by the one for many, each from FROM tokens on; us
                is by the one in use
 sort_many_us   sorting for the latter
->>>>>>> 5d721e8 (Unpack experts' weights once for many rows: a second kernel from 256 tokens on)
 distinct       experts that a step's rows chose, of `experts`
 gbps           their packed bytes over us
 copy_fraction  of the speed of a large copy in this run, read and written bytes counted
@@ -39,14 +36,16 @@ from record import Record
 from torch import Tensor
 
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_moe import CudaMoe, Design, column_tiles
+from kdray.kernels.cuda_moe import FEW_ROWS, CudaMoe, column_tiles
+from kdray.kernels.moe_design import Design
 from kdray.kernels.moe_layout import STEP_BYTES, TILE, Int4, PackedExperts
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference_moe import weights_of
 from kdray.model.moe import DenseMLP, MoE, Router
 
-TOKENS = [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048]
-FROM = 128  # tokens from which both kernels are timed
+TOKENS = [1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048]
+UP_TO = FEW_ROWS  # tokens to which one launch is timed beside two
+FROM = 128  # tokens from which the kernels for few rows and for many are timed
 STEPS_OF_ONE_ROW = 24  # that choose differently; 25 MB each
 VARIANTS = {
     "uneven": Design(catch_up=False),
@@ -115,15 +114,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     ops = CudaOps(torch.device("cuda"))
     ways = {"us": CudaMoe(ops.loader), "cooperative_us": CudaMoe(ops.loader, overlap=False)}
     for name in VARIANTS if arguments.variants == [] else arguments.variants or []:
-        ways[f"{name}_us"] = CudaMoe(ops.loader, design=VARIANTS[name])
-    both = {
+        ways[f"{name}_us"] = CudaMoe(ops.loader, design=VARIANTS[name], few_rows=0)
+    launches = {
+        "one_launch_us": CudaMoe(ops.loader, few_rows=UP_TO),
+        "two_launches_us": CudaMoe(ops.loader, few_rows=0),
+    }
+    kernels = {
         "few_us": CudaMoe(ops.loader, many_rows=1 << 30),
         "many_us": CudaMoe(ops.loader, many_rows=1),
     }
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:
-        timed = ways | both if tokens >= FROM else ways
-        bench(record, layer, timed, tokens, arguments, speed)
+        beside = kernels if tokens >= FROM else launches if tokens <= UP_TO else {}
+        bench(record, layer, ways | beside, tokens, arguments, speed)
     record.finish()
     return 0
 

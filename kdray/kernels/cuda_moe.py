@@ -1,12 +1,12 @@
 """Launches sort_rows.cu and moe_w4a16.cu: a layer's routed experts, weights INT4.
 
+Rows that are very few or many go to kernels of their own, of the same bits.
+
 Nothing waits for the device; all may be captured in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -16,65 +16,27 @@ from torch import Tensor
 from kdray.kernels.cuda_moe_few import CudaMoeFew
 from kdray.kernels.cuda_moe_many import CudaMoeMany
 from kdray.kernels.loader import KernelLoader, processors_of
-from kdray.kernels.moe_layout import STEP_BYTES, TILE, PackedExperts
+from kdray.kernels.moe_design import (
+    DESIGN,
+    MAX_TOP_K,
+    THREADS,
+    UNIT_COLUMNS,
+    Design,
+    moe_defines,
+)
+from kdray.kernels.moe_layout import TILE, PackedExperts
 
 # As in the .cu files.
-WARPS = 16
-THREADS = WARPS * 32
 SORT_THREADS, SUM_THREADS, SUM_COLUMNS = 1024, 128, 8
 MAX_EXPERTS = 1024
-MAX_TOP_K = 32
-MAX_UNSORTED, MAX_UNSORTED_BY_WARP = 128, 32  # pairs that a block, a warp sorts for itself
-UNIT_COLUMNS = 8
 
 MAX_ROWS = 2048  # of a launch, which bounds the memory between its halves
 MAX_TILES = MAX_EXPERTS + MAX_ROWS * MAX_TOP_K // 32  # the narrower, the fewer pairs there are
 READY_INTS = 32
 MANY_ROWS = 1024  # from which weights are unpacked once for many rows; the bits are the same
-FEW_ROWS = 0  # up to which one launch does it all; the bits are the same
+FEW_ROWS = 2  # up to which one launch does it all; the bits are the same
 # Pairs an expert, on average, from which tiles are of 16 rows, and of 32.
 PAIRS_FOR_TWO, PAIRS_FOR_FOUR = 4, 12
-
-
-@dataclass(frozen=True, slots=True)
-class Design:
-    """How a block works, which never changes a result.
-
-    slot_steps, slots   of a warp's ring of weights
-    parts               buffers to add up in
-    list_bytes          for the order of the pairs, which else stays in global memory
-    by_lanes            weights are copied by the lanes, not by the copy engine; the widest tiles
-                        have no registers for it
-    catch_up            blocks with less of the first half begin the second before the others
-    """
-
-    slot_steps: int = 2
-    slots: int = 3
-    parts: int = 2
-    list_bytes: int = 10_240
-    by_lanes: bool = True
-    catch_up: bool = True
-
-    @property
-    def shared_bytes(self) -> int:
-        slot = self.slot_steps * STEP_BYTES + 8  # its barrier
-        return (
-            WARPS * (self.slots * slot + self.parts * 8 * 32 * 4)
-            + self.list_bytes
-            + self.parts * 16  # two barriers each
-            + 32  # a constant, a counter
-        )
-
-    def sorts(self, rows: int, top_k: int) -> bool:
-        """Whether a block sorts a step's pairs for itself, where tiles hold 8 rows."""
-        if self.list_bytes >= 8 * MAX_UNSORTED + 16:
-            return rows * top_k <= MAX_UNSORTED
-        return rows * top_k <= MAX_UNSORTED_BY_WARP and rows <= UNIT_COLUMNS
-
-
-DESIGN = Design()
-# A unit of the second half fits a warp's slots, so that all its weights come before its rows do.
-FEW_DESIGN = Design(slots=4, parts=1)
 
 
 class SortedPairs(NamedTuple):
@@ -99,10 +61,10 @@ class CudaMoe:
         design: Design = DESIGN,
         many_rows: int = MANY_ROWS,
         few_rows: int = FEW_ROWS,
-        few_design: Design = FEW_DESIGN,
-        switches: Mapping[str, str | int] | None = None,
     ) -> None:
-        """overlap: let a launch start while the kernel before it ends. Its blocks wait for one
+        """many_rows, few_rows: from which, and up to which, a kernel of their own takes them.
+
+        overlap: let a launch start while the kernel before it ends. Its blocks wait for one
         another, and come to be resident: what is in front ends without them, and what is behind
         starts when they all have. Otherwise, for measuring, as other designs are, the launch is
         cooperative.
@@ -113,9 +75,8 @@ class CudaMoe:
         self._processors = processors_of(loader.device)
         self._many_rows = many_rows
         self.many = CudaMoeMany(loader, self._processors)
-        self._few_rows, self._few_design = few_rows, few_design
-        self._switches = dict(switches or {})
-        self._few = CudaMoeFew(loader, self._processors, MAX_TOP_K)
+        self._few_rows = few_rows
+        self.few = CudaMoeFew(loader, self._processors, self._launch)
         self._ready = torch.zeros(MAX_TILES, READY_INTS, dtype=torch.int32, device=loader.device)
 
     def moe_w4a16(
@@ -152,22 +113,25 @@ class CudaMoe:
     def _run(
         self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
     ) -> Tensor:
-        if 0 < len(x) >= self._many_rows:
-            return self.many.moe_w4a16(x, expert, weight, experts, shared)
-        (rows, width), top_k = x.shape, expert.shape[1]
-        few = self._few_design
-        if 0 < rows <= self._few_rows and self._few.takes(rows, top_k, experts, few.list_bytes):
-            defines = few_defines(width, experts.inner, top_k, few) | self._switches
-            given = (x, expert, weight, experts, shared)
-            return self._few.moe_w4a16(*given, defines, THREADS, self._launch)
-        out = torch.empty_like(x)
+        rows, top_k = expert.shape
         if rows == 0:
-            return out
+            return torch.empty_like(x)
+        if rows >= self._many_rows:
+            return self.many.moe_w4a16(x, expert, weight, experts, shared)
+        if rows <= self._few_rows and self.few.takes(rows, top_k, experts):
+            return self.few.moe_w4a16(x, expert, weight, experts, shared)
+        return self._by_two_launches(x, expert, weight, experts, shared)
+
+    def _by_two_launches(
+        self, x: Tensor, expert: Tensor, weight: Tensor, experts: PackedExperts, shared: Tensor
+    ) -> Tensor:
+        (rows, width), top_k = x.shape, expert.shape[1]
+        out = torch.empty_like(x)
         inner = x.new_empty(rows * top_k, experts.inner)
         partial = x.new_empty(rows * top_k, width)
         tiles = column_tiles(rows * top_k, experts.num_experts)
         order = self._order(expert, experts.num_experts, tiles)
-        defines = moe_defines(width, experts.inner, top_k, tiles, self._design) | self._switches
+        defines = moe_defines(width, experts.inner, top_k, tiles, self._design)
         multiply = self._loader.get("moe_w4a16", "moe_w4a16", defines)
         weights = (experts.gate_up, experts.down)
         most_tiles = rows * top_k if order[0] is None else len(order[0])
@@ -211,32 +175,6 @@ def sort_defines(num_experts: int, column_tiles: int) -> dict[str, str | int]:
 def sort_bytes(num_experts: int) -> int:
     """Counts of 16 bits, a warp and expert each."""
     return 2 * SORT_THREADS // 32 * num_experts
-
-
-@cache
-def moe_defines(
-    width: int, inner: int, top_k: int, column_tiles: int, design: Design = DESIGN
-) -> dict[str, str | int]:
-    return {
-        "WIDTH": width,
-        "INNER": inner,
-        "TOP_K": top_k,
-        "COLUMN_TILES": column_tiles,
-        "SLOT_STEPS": design.slot_steps,
-        "SLOTS": design.slots,
-        "PARTS": design.parts,
-        "LIST_BYTES": design.list_bytes,
-        "BY_LANES": int(design.by_lanes and column_tiles < 4),
-        "CATCH_UP": int(design.catch_up),
-        "SHARED_BYTES": design.shared_bytes,
-    }
-
-
-@cache
-def few_defines(
-    width: int, inner: int, top_k: int, design: Design = FEW_DESIGN
-) -> dict[str, str | int]:
-    return moe_defines(width, inner, top_k, 1, design) | {"MAX_TOP_K": MAX_TOP_K}
 
 
 def takes(

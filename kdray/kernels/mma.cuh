@@ -73,14 +73,9 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// 16 bytes to shared memory; L2 asks memory for the whole line of 128, or two.
-#if defined(LINES_OF_256) && LINES_OF_256
-#define LINE_FETCH "L2::256B"
-#else
-#define LINE_FETCH "L2::128B"
-#endif
+// 16 bytes to shared memory; L2 asks memory for the whole line of 128.
 __device__ __forceinline__ void copy_line_async(SharedAddress to, const void* from) {
-    asm volatile("cp.async.cg.shared.global." LINE_FETCH " [%0], [%1], 16;" ::"r"(to), "l"(from)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
 }
 // What this thread has started since its last group becomes a group.

@@ -26,22 +26,13 @@
 // dynamic shared memory SHARED_BYTES.
 // Products exact, sums float32; inner and partial are rounded once. Neither depends on what else is in
 // a tile or on COLUMN_TILES, so a row's bits do not depend on its batch.
-// Oracle: reference_moe.moe_w4a16; within 1 % (norm of a row's error over the row's norm).
+// Oracle: reference_moe.moe_w4a16; within 1 % (norm of a row's error over the row's norm). One row or
+// two are moe_w4a16_few.cu's, and many moe_w4a16_many.cu's, with the same bits.
 // Defines: WIDTH, INNER, TOP_K, COLUMN_TILES 1, 2 or 4; cuda_moe.Design: SLOTS of SLOT_STEPS steps a
 // warp, PARTS buffers to add up in, LIST_BYTES, BY_LANES, CATCH_UP, and SHARED_BYTES, what these take.
 
 #include "moe_w4a16_product.cuh"
 #include "overlap.cuh"
-
-struct Shared {
-    unsigned char ring[WARPS][SLOTS][SLOT_BYTES];
-    float part[PARTS][WARPS][8][WARP];
-    unsigned char list[LIST_BYTES];
-    u32 minus_136[4];
-    u64 landed[WARPS][SLOTS];
-    Meeting meeting;
-};
-static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
 
 // Rows of fragments are columns 4 g .. 4 g + 3 of a lane: 8 bytes of a row of partial.
 struct Stored {

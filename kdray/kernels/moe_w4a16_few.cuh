@@ -106,8 +106,9 @@ struct FilledInner {
     __device__ void complete(const Unit&) const {}
 };
 
-// The first half is dealt as ever. In the second a block has every so manieth 32 columns, of all
-// tiles: a warp takes every 16th of its units. Blocks with less of the first half have more of it.
+// The first half is dealt as ever. In the second a block has groups of 32 columns, each the grid
+// after the one before, of all tiles: a warp takes every 16th of its units. Blocks with less of the
+// first half have more of it.
 struct OwnedUnits : Units {
     int groups;  // of the block
 
@@ -137,25 +138,6 @@ struct OwnedUnits : Units {
         return down + (expert * WIDE_STEPS + group(unit.part)) * INNER_STEPS * STEP_BYTES;
     }
 };
-
-// Whether a block's first weights are asked for before the rest of the order is known.
-#ifndef START_EARLY
-#define START_EARLY 1
-#endif
-
-// The expert of a tile as sorted_by_warps numbers them, or -1: what a block's first unit needs.
-__device__ __forceinline__ int expert_of_tile(const i64* expert, int num_pairs, int tile)
-{
-    const int lane = lane_id();
-    const int own = lane < num_pairs ? (int)expert[lane] : -1;
-    const u32 lower = (1u << lane) - 1;
-    const u32 same = __match_any_sync(ALL_LANES, own);
-    const bool leads = own >= 0 && (same & lower) == 0;
-    const u32 leaders = __ballot_sync(ALL_LANES, leads);
-    const u32 it = __ballot_sync(ALL_LANES, leads && __popc(leaders & lower) == tile);
-    const int found = __shfl_sync(ALL_LANES, own, it != 0 ? __ffs(it) - 1 : 0);
-    return it != 0 ? found : -1;
-}
 
 // A tile's rows of `inner` in the warp's own shared memory, where its part of the first half was.
 struct Staged {

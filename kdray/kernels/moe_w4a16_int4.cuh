@@ -46,40 +46,14 @@ inline uint2 load_two(SharedAddress from) { return *(const uint2*)simt::shared_p
 
 #endif
 
-// How many of a word's three shifts are multiplications, which another pipe does.
-#ifndef MULTIPLIED_SHIFTS
-#define MULTIPLIED_SHIFTS 0
-#endif
-
-// word >> BY, with 2^(32 - BY) in a register that the compiler does not know.
-#if defined(__CUDACC__) && MULTIPLIED_SHIFTS
-template <int BY>
-__device__ __forceinline__ u32 shifted(u32 word)
-{
-    if (BY / 4 > MULTIPLIED_SHIFTS) return word >> BY;
-    u32 low, high, power;
-    asm("mov.u32 %0, %1;" : "=r"(power) : "n"(1u << (32 - BY)));
-    asm("{ .reg .u64 wide; mul.wide.u32 wide, %2, %3; mov.b64 {%0, %1}, wide; }"
-        : "=r"(low), "=r"(high)
-        : "r"(word), "r"(power));
-    return high;
-}
-#else
-template <int BY>
-__device__ __forceinline__ u32 shifted(u32 word)
-{
-    return word >> BY;
-}
-#endif
-
 // Eight nibbles n to fragment A of n + 128: 0x4300 | n is that as bf16, exactly.
 struct Fragment {
     u32 a[4];
 };
 __device__ __forceinline__ Fragment unpacked(u32 word)
 {
-    return {{nibble_pair(word), nibble_pair(shifted<4>(word)), nibble_pair(shifted<8>(word)),
-             nibble_pair(shifted<12>(word))}};
+    return {{nibble_pair(word), nibble_pair(word >> 4), nibble_pair(word >> 8),
+             nibble_pair(word >> 12)}};
 }
 __device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, u32 b0, u32 b1)
 {

@@ -3,6 +3,17 @@
 
 #include "moe_w4a16_parts.cuh"
 
+// What a block keeps.
+struct Shared {
+    unsigned char ring[WARPS][SLOTS][SLOT_BYTES];
+    float part[PARTS][WARPS][8][WARP];
+    unsigned char list[LIST_BYTES];
+    u32 minus_136[4];
+    u64 landed[WARPS][SLOTS];
+    Meeting meeting;
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "as launched");
+
 // A product under way: sums, and the activations of its next steps. The order of additions is that of
 // the inputs, whatever else is in the tile.
 struct Product {

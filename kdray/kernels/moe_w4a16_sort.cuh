@@ -52,11 +52,6 @@ __device__ __forceinline__ int sorted_by_warps(unsigned char* list, const i64* e
     return __popc(leaders);
 }
 
-// Whether pairs that are not there are left out, or sorted to the end.
-#ifndef SORTS_THOSE_THERE
-#define SORTS_THOSE_THERE 1
-#endif
-
 // Up to MOST_UNSORTED pairs: a quad of lanes compares its pair with all, a lane with a part of them.
 // They lie behind the list, 2 bytes each, and which places a tile begins at, a bit each.
 constexpr int MOST_UNSORTED = 128;
@@ -85,7 +80,7 @@ __device__ __forceinline__ Place place_among(const u16* experts, int num_pairs, 
 #pragma unroll
     for (int i = 0; i < PART_EIGHTS; ++i) {
         const int begin = (4 * i + lane_id() % 4) * 8;
-        if (SORTS_THOSE_THERE && 32 * i >= num_pairs) break;
+        if (32 * i >= num_pairs) break;
         const uint4 eight = *(const uint4*)(experts + begin);
         const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
@@ -113,7 +108,7 @@ __device__ __forceinline__ int sorted_by_quads(unsigned char* list, const i64* e
     __syncthreads();
     const u32 own = experts[pair];
     Place place{};
-    if (!SORTS_THOSE_THERE || (int)(thread / WARP * (WARP / 4)) < num_pairs)
+    if (thread / WARP * (WARP / 4) < num_pairs)  // or the warp has none
         place = place_among(experts, num_pairs, pair, own);
     const int at = place.smaller + place.before;
     const bool speaks = thread % 4 == 0 && own != NO_EXPERT, leads = place.before % COLUMNS == 0;

@@ -127,16 +127,14 @@ struct Units {
     __device__ Pairs pairs(const Unit& unit) const { return tiles.pairs(tiles.at(unit.tile)); }
     __device__ int steps(int i) const { return is_first(i) ? share() : INNER_STEPS; }
 
-    __device__ const unsigned char* first_weights(i64 expert, int slice) const
-    {
-        return gate_up + ((expert * SLICES + slice) * WIDE_STEPS + share_begin()) * STEP_BYTES;
-    }
     // The warp's weights of its unit i.
     __device__ const unsigned char* weights(int i) const
     {
         const Unit unit = at(i);
         const i64 expert = tiles.at(unit.tile).expert;
-        if (is_first(i)) return first_weights(expert, unit.part);
+        if (is_first(i))
+            return gate_up +
+                   ((expert * SLICES + unit.part) * WIDE_STEPS + share_begin()) * STEP_BYTES;
         return down + (expert * WIDE_STEPS + unit.part) * INNER_STEPS * STEP_BYTES;
     }
 };
@@ -166,23 +164,11 @@ struct Stream {
         }
         from += SLOT_BYTES;
     }
-    // `filled`: as begin gave it, 0 without.
-    __device__ void fill(int filled = 0)
+    __device__ void fill()
     {
-        if (filled == 0) unit = units.share() > 0 ? 0 : units.num_first;
+        unit = units.share() > 0 ? 0 : units.num_first;
 #pragma unroll 1
-        for (int i = filled; i < SLOTS; ++i) bring_next();
-    }
-    // Unit 0, of the first half, while no other is known. Gives how many slots it filled.
-    __device__ int begin(const unsigned char* weights)
-    {
-        int filled = 0;
-        from = weights + Ring::place();
-        left = units.share();
-        unit = 1;
-#pragma unroll 1
-        for (; filled < SLOTS && left > 0; ++filled) bring_next();
-        return filled;
+        for (int i = 0; i < SLOTS; ++i) bring_next();
     }
 };
 

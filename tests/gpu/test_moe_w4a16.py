@@ -33,16 +33,6 @@ def moe(loader: KernelLoader) -> CudaMoe:
     return CudaMoe(loader)
 
 
-@pytest.fixture(scope="module")
-def few(loader: KernelLoader) -> CudaMoe:
-    return CudaMoe(loader, few_rows=2)
-
-
-@pytest.fixture(scope="module")
-def plain(loader: KernelLoader) -> CudaMoe:
-    return CudaMoe(loader, few_rows=0)
-
-
 @cache
 def experts_of(sizes: Sizes) -> PackedExperts:
     return cases.drawn_experts(sizes, torch.device("cuda"))
@@ -112,30 +102,6 @@ def test_it_may_start_before_the_kernel_ahead_ends(loader: KernelLoader) -> None
     moe = CudaMoe(loader, overlap=True)
     for rows in (1, 9, 65):
         cases.check(moe, drawn(KIMI, rows))
-
-
-@pytest.mark.parametrize("sizes", [KIMI, *ODD], ids=str)
-@pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
-def test_one_launch_gives_the_bits_of_two(
-    plain: CudaMoe, few: CudaMoe, sizes: Sizes, routing: str
-) -> None:
-    for rows in (1, 2):
-        cases.check_same_bits(few, plain, drawn(sizes, rows, routing))
-
-
-def test_one_launch_many_times(few: CudaMoe, plain: CudaMoe) -> None:
-    """Turns at the workspace, by sizes that mix, alone and in a graph."""
-    mixed = [drawn(KIMI, 1), drawn(KIMI, 2), drawn(ODD[2], 1), drawn(KIMI, 1, "few experts")]
-    wanted = [case.run(plain) for case in mixed]
-    for _ in range(200):
-        for case, out in zip(mixed, wanted, strict=True):
-            assert torch.equal(case.run(few), out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = [case.run(few) for case in mixed[:3]]
-    for _ in range(200):
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted[:3], strict=True))
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4])

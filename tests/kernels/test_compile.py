@@ -23,6 +23,7 @@ from kdray.kernels import (
     cuda_topk,
     cuda_trees,
     gemm_plan,
+    moe_design,
 )
 from kdray.kernels.gemm_plan import TOKEN_TILES, GemmShape
 from kdray.kernels.gemm_table import pair_plan_for, plan_for
@@ -51,7 +52,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("draft_attention", "ROW_TILES=8"): 255,
     ("draft_attention_fp32", ""): 255,
     ("moe_w4a16", ""): 128,  # one block of 512: sums and activations stay in registers
-    ("moe_w4a16_few", ""): 128,
+    ("moe_w4a16_few", ""): 128,  # as that
     ("moe_w4a16_many_up", ""): 255,  # one block of 256: two sums a result stay in registers
     ("moe_w4a16_many_down", ""): 184,  # of sm_120, one block; sm_90 has two, which bounds it at 128
     ("skinny_gemm", ""): 128,  # 512 threads a multiprocessor
@@ -126,8 +127,8 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     ],
     "sort_many_rows": [cuda_moe_many.sort_defines(experts) for experts in (8, 384, 1024)],
     "moe_w4a16_many": [cuda_moe_many.many_defines(*sizes) for sizes in MOE_SIZES],
-    "moe_w4a16_few": [cuda_moe.few_defines(*sizes) for sizes in MOE_SIZES if sizes[1] <= 512],
-    "moe_w4a16": [cuda_moe.moe_defines(*sizes, n) for sizes in MOE_SIZES for n in (1, 2, 4)],
+    "moe_w4a16_few": [moe_design.few_defines(*sizes) for sizes in MOE_SIZES if sizes[1] <= 512],
+    "moe_w4a16": [moe_design.moe_defines(*sizes, n) for sizes in MOE_SIZES for n in (1, 2, 4)],
 }
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 CASES = [(name, defines) for name in SOURCES for defines in INSTANTIATIONS.get(name, [{}])]
@@ -205,7 +206,7 @@ def test_experts_fit_with_their_dynamic_memory() -> None:
     sorting = compiled("sort_rows", ARCHS[0], tuple(cuda_moe.sort_defines(1024, 1).items()))
     fixed = sorting.entries["sort_rows"].shared_bytes
     assert fixed + cuda_moe.sort_bytes(1024) <= MAX_BLOCK_BYTES
-    for design in (cuda_moe.DESIGN, cuda_moe.FEW_DESIGN):  # of all its own, the source asserts
+    for design in (moe_design.DESIGN, moe_design.FEW_DESIGN):  # of all its own, the source asserts
         assert design.shared_bytes <= MAX_BLOCK_BYTES
     assert cuda_moe_many.shared_bytes() <= MAX_BLOCK_BYTES
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from kdray.kernels.cuda_moe import CudaMoe, Design
+from kdray.kernels.cuda_moe import FEW_ROWS, CudaMoe
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
-from tests.kernels.simt_loader import simt_loader
+from tests.kernels.simt_loader import SimtLoader, simt_loader
 
 SIZES = [
     Sizes(width=64, inner=32, experts=8, top_k=2),  # a block without columns
@@ -25,7 +23,7 @@ SIZES = [
 @pytest.fixture(params=[0, 7], ids=["seed 0", "seed 7"])
 def few(request: pytest.FixtureRequest) -> CudaMoe:
     torch.manual_seed(1)
-    return CudaMoe(simt_loader(seed=request.param), few_rows=2)
+    return CudaMoe(simt_loader(seed=request.param))
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def plain() -> CudaMoe:
 
 def check_workspace(moe: CudaMoe, launches: int) -> None:
     """The next launch finds its half empty, and knows which it is."""
-    workspace = moe._few
+    workspace = moe.few
     assert int(workspace._begun) == launches % 2 * workspace._processors
     assert (workspace._inner[launches % 2] == -1).all()
 
@@ -49,19 +47,6 @@ def test_bits_are_those_of_two_launches(
     cases.check(few, case)
     cases.check_same_bits(few, plain, case)
     check_workspace(few, launches=2)
-
-
-WAYS = [
-    {"switches": {"START_EARLY": 0}, "few_design": Design(slots=3, parts=1)},
-    {"few_design": Design(slots=2, parts=1, by_lanes=False)},
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_other_designs_give_the_same_bits(plain: CudaMoe, way: dict[str, Any]) -> None:
-    for rows in (1, 2):
-        case = cases.drawn_case(SIZES[2], rows)
-        cases.check_same_bits(CudaMoe(simt_loader(seed=5), few_rows=2, **way), plain, case)
 
 
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
@@ -106,6 +91,15 @@ def test_launches_take_turns_at_the_workspace(few: CudaMoe, plain: CudaMoe) -> N
 def test_what_does_not_fit_goes_the_other_way(few: CudaMoe) -> None:
     case = cases.drawn_case(Sizes(width=32, inner=288, experts=4, top_k=2), 2)
     cases.check(few, case)
-    assert int(few._few._begun) == 0
+    check_workspace(few, launches=0)
     cases.check(few, case.rows(torch.tensor([1])))
-    assert int(few._few._begun) == few._few._processors
+    check_workspace(few, launches=1)
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
+def test_few_rows_take_their_own_kernel(rows: int) -> None:
+    loader = simt_loader()
+    cases.drawn_case(SIZES[0], rows).run(CudaMoe(loader))
+    assert isinstance(loader, SimtLoader)
+    used = {name for name, _ in loader._kernels}
+    assert used == ({"moe_w4a16_few"} if rows == FEW_ROWS else {"moe_w4a16"})

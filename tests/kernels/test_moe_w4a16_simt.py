@@ -7,7 +7,8 @@ import torch
 
 from kdray.kernels import reference_moe
 from kdray.kernels.cuda import CudaOps
-from kdray.kernels.cuda_moe import CudaMoe, Design
+from kdray.kernels.cuda_moe import CudaMoe
+from kdray.kernels.moe_design import Design
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
 from tests.kernels.simt_loader import simt_loader
@@ -18,7 +19,7 @@ SMALL = Sizes(width=64, inner=32, experts=8, top_k=2)
 @pytest.fixture(params=[0, 7], ids=["seed 0", "seed 7"])
 def moe(request: pytest.FixtureRequest) -> CudaMoe:
     torch.manual_seed(1)
-    return CudaMoe(simt_loader(seed=request.param))
+    return CudaMoe(simt_loader(seed=request.param), few_rows=0)
 
 
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
