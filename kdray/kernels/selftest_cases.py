@@ -11,11 +11,9 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
-from kdray.kernels import selftest_products
+from kdray.kernels import selftest_experts, selftest_products
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
-from kdray.kernels.cuda_moe import MANY_ROWS
 from kdray.kernels.latent_rows import is_fp8
-from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
 from kdray.kernels.ops import Ops, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.round_ops import DrawRows, RoundOps, SlotState
@@ -155,35 +153,6 @@ def _router(ops: Ops, given: Inputs) -> Outputs:
     return ops.route_experts(logits.to(given.device), bias, sizes.rule)
 
 
-def _experts(ops: Ops, given: Inputs) -> Outputs:
-    """Rows routed to some of the experts; the others' weights are never written, nor read."""
-    sizes, rule = given.sizes, given.sizes.rule
-    if rule is None or not sizes.packed:
-        return []
-    used = min(sizes.experts, rule.top_k + 2)
-    numbers = [i * (sizes.experts - 1) // max(1, used - 1) for i in range(used)]
-    experts = PackedExperts.empty(sizes.experts, sizes.width, sizes.inner, given.device)
-    for i, number in enumerate(numbers):
-        gate, up = (_int4(given, 3 * i + j, sizes.inner, sizes.width) for j in range(2))
-        experts.put(number, gate, up, _int4(given, 3 * i + 2, sizes.width, sizes.inner))
-    outputs = []
-    for rows in (1, 40, MANY_ROWS):
-        x, shared = given.drawn(21, rows, sizes.width), given.drawn(22, rows, sizes.width)
-        order = torch.rand(rows, used, generator=torch.Generator().manual_seed(rows)).argsort()
-        chosen = torch.tensor(numbers)[order[:, : rule.top_k]].to(given.device)
-        weight = given.drawn(23, *chosen.shape, dtype=torch.float32).abs()
-        given.settle()
-        outputs.append(ops.moe_w4a16(x, chosen, weight, experts, shared))
-    return outputs
-
-
-def _int4(given: Inputs, seed: int, outputs: int, inputs: int) -> Int4:
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randint(-8, 8, (outputs, inputs), generator=generator, dtype=torch.int8)
-    scale = torch.rand(outputs, inputs // TILE, generator=generator) * inputs**-0.5 / 4
-    return Int4(q.to(given.device), scale.bfloat16().to(given.device))
-
-
 def _sample(ops: Ops, given: Inputs) -> Outputs:
     rows = SamplingRows(
         params=[SamplingParams(temperature=0.0), SAMPLED, SAMPLED],
@@ -271,7 +240,9 @@ CASES: dict[str, Case] = {
     "linear_and_gated": selftest_products.linear_and_gated,
     "swiglu": _swiglu,
     "route_experts": _router,
-    "moe_w4a16": _experts,
+    "moe_w4a16": selftest_experts.some_rows,
+    "moe_w4a16_few": selftest_experts.few_rows,
+    "moe_w4a16_many": selftest_experts.many_rows,
     "sample_tokens": _sample,
     "accept_paths": _accept,
     "commit_kv": _commit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kdray.core.plan import Candidates, DraftTrees, RunningRows
 from kdray.kernels.latent_rows import RowFormat, dequantised, is_fp8
+from kdray.kernels.moe_layout import TILE, Int4, PackedExperts
 from kdray.kernels.ops import Ops, RoutingRule
 from kdray.kernels.reference import ReferenceOps
 
@@ -80,6 +82,29 @@ class Inputs:
         by_output: Tensor = self.drawn(seed, outputs, inputs) * inputs**-0.5
         self.settle()
         return by_output.T
+
+    @cached_property
+    def written_experts(self) -> list[int]:
+        """Those that rows may choose: the others' weights are never written, nor read."""
+        sizes = self.sizes
+        assert sizes.rule is not None
+        used = min(sizes.experts, sizes.rule.top_k + 2)
+        return [i * (sizes.experts - 1) // max(1, used - 1) for i in range(used)]
+
+    @cached_property
+    def experts(self) -> PackedExperts:
+        width, inner = self.sizes.width, self.sizes.inner
+        experts = PackedExperts.empty(self.sizes.experts, width, inner, self.device)
+        for i, number in enumerate(self.written_experts):
+            gate, up = (self._int4(3 * i + j, inner, width) for j in range(2))
+            experts.put(number, gate, up, self._int4(3 * i + 2, width, inner))
+        return experts
+
+    def _int4(self, seed: int, outputs: int, inputs: int) -> Int4:
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randint(-8, 8, (outputs, inputs), generator=generator, dtype=torch.int8)
+        scale = torch.rand(outputs, inputs // TILE, generator=generator) * inputs**-0.5 / 4
+        return Int4(q.to(self.device), scale.bfloat16().to(self.device))
 
     def settle(self) -> None:
         """Kernels read weights before the launch in front has ended: those must lie there."""

@@ -46,6 +46,8 @@ DENSE = replace(SIZES, experts=0, rule=None, packed=False, draft=None)
 ALL = {"bf16": SIZES, "fp32": FP32, "fp8 cache": IN_FP8, "dense, no drafter": DENSE}
 METHOD = {  # of the case, where it is not the case's name
     "verify_attention of prompts": "verify_attention",
+    "moe_w4a16_few": "moe_w4a16",
+    "moe_w4a16_many": "moe_w4a16",
     "build_trees of rounds": "build_trees",
     "accept_paths of rounds": "accept_paths",
 }
