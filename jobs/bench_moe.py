@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "two_launches_us": CudaMoe(ops.loader, few_rows=0),
     }
     kernels = {
-        "few_us": CudaMoe(ops.loader, many_rows=1 << 30),
-        "many_us": CudaMoe(ops.loader, many_rows=1),
+        "few_us": CudaMoe(ops.loader, many=False),
+        "many_us": CudaMoe(ops.loader, many=True),
     }
     speed = copy_bytes_per_us()
     for tokens in arguments.tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdray.kernels.cuda_moe import FEW_ROWS, MANY_ROWS
+from kdray.kernels.cuda_moe import FEW_ROWS, rows_for_many
 from kdray.kernels.ops import Ops
 from kdray.kernels.selftest_inputs import Inputs
 
@@ -20,7 +20,10 @@ def few_rows(ops: Ops, given: Inputs) -> list[Tensor]:
 
 
 def many_rows(ops: Ops, given: Inputs) -> list[Tensor]:
-    return _routed(ops, given, [MANY_ROWS])
+    rule = given.sizes.rule
+    if rule is None or not given.sizes.packed:
+        return []
+    return _routed(ops, given, [rows_for_many(given.experts.num_experts, rule.top_k)])
 
 
 def _routed(ops: Ops, given: Inputs, numbers: list[int]) -> list[Tensor]:

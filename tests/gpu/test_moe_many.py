@@ -29,12 +29,12 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def many(loader: KernelLoader) -> CudaMoe:
-    return CudaMoe(loader, many_rows=1)
+    return CudaMoe(loader, many=True)
 
 
 @pytest.fixture(scope="module")
 def few(loader: KernelLoader) -> CudaMoe:
-    return CudaMoe(loader, many_rows=1 << 30)
+    return CudaMoe(loader, many=False)
 
 
 @cache

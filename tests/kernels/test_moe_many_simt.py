@@ -5,25 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kdray.kernels.cuda_moe import MANY_ROWS, CudaMoe
+from kdray.kernels.cuda_moe import MANY_ROWS, CudaMoe, rows_for_many
 from kdray.kernels.cuda_moe_many import CudaMoeMany
 from tests.kernels import moe_cases as cases
 from tests.kernels.moe_cases import Sizes
 from tests.kernels.simt_loader import SimtLoader, simt_loader
 
 SMALL = Sizes(width=64, inner=32, experts=8, top_k=2)
-NEVER = 1 << 30
 
 
 @pytest.fixture(params=[0, 7], ids=["seed 0", "seed 7"])
 def many(request: pytest.FixtureRequest) -> CudaMoe:
     torch.manual_seed(1)
-    return CudaMoe(simt_loader(seed=request.param), many_rows=1)
+    return CudaMoe(simt_loader(seed=request.param), many=True)
 
 
 @pytest.fixture
 def few() -> CudaMoe:
-    return CudaMoe(simt_loader(seed=2), many_rows=NEVER)
+    return CudaMoe(simt_loader(seed=2), many=False)
 
 
 @pytest.mark.parametrize("routing", cases.DEVICE_ROUTINGS)
@@ -73,6 +72,10 @@ def test_many_rows_take_their_own_kernel(rows: int) -> None:
     assert isinstance(loader, SimtLoader)
     used = {name for name, _ in loader._kernels}
     assert ("moe_w4a16_many" in used, "moe_w4a16" in used) == (rows == MANY_ROWS, rows < MANY_ROWS)
+
+
+def test_the_more_experts_the_more_rows_it_takes() -> None:
+    assert rows_for_many(384, 8) == 1008 and rows_for_many(2, 1) == MANY_ROWS
 
 
 def test_nothing_routed(many: CudaMoe) -> None:
