@@ -9,6 +9,12 @@
         rest               build, accept and commit as measured here
         sums, sum_ms       1 + 2 a layer; of tokens * width * 2 bytes: 7 us + bytes / 3.3 GB/s or
                            20 us + 1.75 bytes / 40 GB/s, what is less
+    at best       : the same with floor_v + late_v and floor_d + late_d for the quotients; late is
+                    measured time less the floor on this GPU
+
+The two differ by what keeps a step from its floor: bytes that come slower than a copy's, which take
+longer on a card with fewer of them a second, or launches that wait for one another, which do not.
+At few rows it is mostly the latter.
 
 E takes `hits`, the chance of the drafter's first token at each depth where all before were right;
 `siblings`, the chance of its second, third, .. where the first is wrong; and `off_path`, the chance
@@ -106,6 +112,12 @@ class MeasuredRound:
         draft = floor_ms(self.draft, there) * self.draft_ms / drafted if drafted else 0.0
         return verify + draft + self.rest_ms + self.sums * sum_ms(self.sum_bytes)
 
+    def at_best_ms(self, here: Ceilings, there: Ceilings) -> float:
+        """The same where all that is above a floor here takes as long there."""
+        works = (*self.verify, *self.draft)
+        late = self.verify_ms + self.draft_ms - floor_ms(works, here)
+        return floor_ms(works, there) + late + self.rest_ms + self.sums * sum_ms(self.sum_bytes)
+
 
 def sum_ms(size: int) -> float:
     """An all-reduce of `size` bytes among eight cards on PCIe (above)."""
@@ -117,7 +129,7 @@ def predictions(
 ) -> dict[str, float | None]:
     """Metrics of a row that is labelled a prediction."""
     length = acceptance.length(measured.mode, measured.nodes)
-    there_ms = measured.elsewhere_ms(here, RTX)
+    there_ms, best_ms = measured.elsewhere_ms(here, RTX), measured.at_best_ms(here, RTX)
     gained = 1e3 * measured.streams * length
     public = PUBLIC.get(measured.streams, {})
     return {
@@ -125,6 +137,8 @@ def predictions(
         "tokens_per_s_here": gained / measured.round_ms,
         "rtx_round_ms": there_ms,
         "tokens_per_s_8x_rtx_pro_6000": gained / there_ms,
+        "rtx_round_ms_at_best": best_ms,
+        "tokens_per_s_8x_rtx_pro_6000_at_best": gained / best_ms,
         "public_plain_tokens_per_s": public.get("plain"),
         "public_eagle3_tokens_per_s": public.get("eagle3"),
     }

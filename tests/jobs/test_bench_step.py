@@ -288,6 +288,9 @@ def test_a_prediction_follows_its_formula() -> None:
     wanted = slower * (2.5 + 2.0) + 0.5 + 123 * sum_ms(8 * 14336)
     found = predictions(measured, Acceptance(), here)
     assert found["rtx_round_ms"] == pytest.approx(wanted)
+    late = 2.5 + 2.0 - 2.0  # of both, of whose floors each is 1.0 here
+    at_best = 2.0 * slower + late + 0.5 + 123 * sum_ms(8 * 14336)
+    assert found["rtx_round_ms_at_best"] == pytest.approx(at_best) and at_best < wanted
     assert found["tokens_per_s_here"] == pytest.approx(1e3 * 2.66 / 5.0, rel=1e-2)
     assert found["public_plain_tokens_per_s"] == 92.0
     assert sum_ms(14336) == pytest.approx(7e-3 + 14336 / 3.3e6)
