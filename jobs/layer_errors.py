@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from other_router import OtherRouter
 from torch import Tensor
 
 from kdray.core.tree import ancestor_mask
@@ -22,7 +23,7 @@ from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.ops import LiveRows
 from kdray.model.batch import ForwardBatch
 from kdray.model.mla import AttentionSplit, Rows
-from kdray.model.moe import DenseMLP, Router, Routing
+from kdray.model.moe import DenseMLP, Routing
 from kdray.model.parallel import SoloCollectives
 from kdray.model.target import Layer, TargetModel
 
@@ -119,41 +120,25 @@ def told_mlp(
     return told.partial(wanted_x), short
 
 
-class Heard(NamedTuple):
-    """A router that notes what experts it chose, layer after layer."""
+class Heard(OtherRouter):
+    """Notes what experts its router chose, layer after layer."""
 
-    router: Router
-    chosen: list[Tensor]
-
-    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
-        return self.choose(self.logits(x), live)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.router.logits(x)
-
-    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self.router.logits_beside(x, gate_up)
+    def __init__(self, router: Any, chosen: list[Tensor]) -> None:
+        super().__init__(router)
+        self.chosen = chosen
 
     def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
-        routing = self.router.choose(logits, live)
+        routing = super().choose(logits, live)
         self.chosen.append(routing.expert)
         return routing
 
 
-class Told(NamedTuple):
-    """A router that takes the experts another one chose, and gives them its own weights."""
+class Told(OtherRouter):
+    """Takes the experts another one chose, and gives them its router's weights."""
 
-    router: Router
-    chosen: list[Tensor]
-
-    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
-        return self.choose(self.logits(x), live)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.router.logits(x)
-
-    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self.router.logits_beside(x, gate_up)
+    def __init__(self, router: Any, chosen: list[Tensor]) -> None:
+        super().__init__(router)
+        self.chosen = chosen
 
     def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
         expert, rule = self.chosen.pop(0), self.router.rule

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from layer_errors import routed_by
+from other_router import OtherRouter
 from plain_rows import PAGE, Part, chunk, round_rows, step_rows, tree
 from torch import Tensor
 
@@ -62,27 +63,18 @@ class Passed(NamedTuple):
     gap: Tensor
 
 
-class Watched:
+class Watched(OtherRouter):
     """Routes as its router does, or to what it is told (-1: as the router does); keeps what it
     chose."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        super().__init__(router)
         self.told: Tensor | None = None
         self.chosen = torch.empty(0, 0, dtype=torch.int64)
         self.gap = torch.empty(0)
 
-    def route(self, x: Tensor, live: LiveRows | None = None) -> Routing:
-        return self.choose(self.logits(x), live)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self._router.logits(x)
-
-    def logits_beside(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self._router.logits_beside(x, gate_up)
-
     def choose(self, logits: Tensor, live: LiveRows | None = None) -> Routing:
-        routing = self._router.choose(logits, live)
+        routing = super().choose(logits, live)
         if self.told is not None:
             routing = self._as_told(self.told.to(logits.device), logits, routing)
         self.chosen, self.gap = routing.expert.cpu(), self._gap(logits, routing.expert).cpu()
@@ -92,14 +84,14 @@ class Watched:
         """Other experts with the weights that this dtype gives them."""
         expert = torch.where(told < 0, own.expert, told)
         weight = torch.sigmoid(logits).gather(1, expert.clamp_min(0))
-        if self._router.rule.normalize:
+        if self.router.rule.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight = torch.where(told < 0, own.weight, weight * self._router.rule.scale)
+        weight = torch.where(told < 0, own.weight, weight * self.router.rule.scale)
         return Routing(expert, weight)
 
     def _gap(self, logits: Tensor, expert: Tensor) -> Tensor:
         """[T]; below 0 where another group's experts, which were not looked at, score higher."""
-        score = torch.sigmoid(logits) + self._router.bias
+        score = torch.sigmoid(logits) + self.router.bias
         chosen = expert.clamp_min(0)
         last = score.gather(1, chosen).amin(1)
         return last - score.scatter(1, chosen, -torch.inf).amax(1)
