@@ -27,8 +27,8 @@ from kdray.actors.room import Room, reserve, with_device
 from kdray.actors.verifier_actor import CONTROL, VerifierActor
 from kdray.config import EngineConfig
 from kdray.errors import KdrayError, LinkError, StartupError
+from kdray.verifier.links import P2P_OFF
 
-P2P_OFF = "NCCL_P2P_DISABLE"
 _STOP_TIMEOUT_S = 15.0
 _TASK_START_S = 60.0  # for Ray to start a process on another node
 _GRACE_S = 2.0  # for Ray to end a sound process, which it then does not report as a crash

@@ -6,6 +6,7 @@ numbers. Both are found here, in seconds, and not as a model that talks nonsense
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,18 @@ from torch import Tensor
 from kdray.errors import LinkError
 from kdray.model.parallel import Collectives, Shard
 
+# NCCL's own variable: set, no rank reaches into another's memory, NCCL or we.
+P2P_OFF = "NCCL_P2P_DISABLE"
 LINK_TIMEOUT_S = 30.0
 SIZES = (64, 1 << 16, 1 << 20)  # numbers a rank sends to each: other sizes take other ways
 _PRIME = 8191  # numbers stay exact in float32, sums over many ranks too
 _POLL_S = 0.005
+
+
+def reaches_peers() -> bool:
+    """Whether ranks may read one another's memory: not after it was found not to work, nor where
+    whoever runs this says so."""
+    return os.environ.get(P2P_OFF, "0") == "0"
 
 
 def check_links(

@@ -17,6 +17,7 @@ from kdray.kernels.cuda_reduce import MAX_RANKS, OneShotReduce, SharedRegions
 from kdray.kernels.graphs import record
 from kdray.kernels.loader import KernelLoader
 from kdray.model.parallel import Collectives, Shard
+from kdray.verifier.links import reaches_peers
 
 CAPACITY_BYTES = 1 << 20
 SIZES = tuple(1 << power for power in range(14, 21))  # bytes: from one row of Kimi's to 73
@@ -39,11 +40,12 @@ class ShortSums:
 def open_short_sums(
     collectives: Collectives, shard: Shard, device: torch.device
 ) -> ShortSums | None:
-    """None where the ranks cannot read one another's memory, or NCCL is faster at every size.
+    """None where the ranks cannot or may not read one another's memory, or NCCL is faster at every
+    size.
 
     All ranks call it together. Raises LinkError where sums come wrong.
     """
-    if not 1 < shard.size <= MAX_RANKS:
+    if not 1 < shard.size <= MAX_RANKS or not reaches_peers():
         return None
     regions = open_regions(collectives, shard, device, CAPACITY_BYTES)
     if regions is None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from kdray.actors.gang import P2P_OFF, Gang
+from kdray.actors.gang import Gang
 from kdray.actors.placement import Placement
 from kdray.actors.room import Room
 from kdray.config import EngineConfig
 from kdray.errors import LinkError
+from kdray.verifier.links import P2P_OFF
 
 
 @dataclass
