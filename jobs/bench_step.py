@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -137,6 +138,7 @@ def run(
     met: Callable[[torch.device], TorchCollectives] | None,
 ) -> int:
     """One rank's part. met: how the ranks meet; None: there is one."""
+    start = time.perf_counter()
     if arguments.device == "cuda":
         torch.cuda.set_device(0)  # step_ranks.py shows ranks beside their own alone
     facts = resolve(config)
@@ -155,7 +157,7 @@ def run(
         collectives = Mutable(met(facts.device), shard.size) if met else alone(shard.size)
     rank = build_rank(config, facts, shard, collectives, set_up)
     record = Record("step", options(arguments), arguments.out) if leads else None
-    bench = Bench(arguments, rank, ceilings, record)
+    bench = Bench(arguments, rank, ceilings, record, start)
     run_parts(bench)
     if record is not None:
         finish(bench, record)

@@ -30,7 +30,6 @@ from step_rows import StepCase, cases, fits, refuse_broken, step_of
 from step_time import as_metrics, distinct_experts, profiled, replayed, spans_ms, time_by_op
 from step_travel import Mutable, local_step, travel
 
-START = time.perf_counter()
 PARTS = ("engine", "round", "draft", "step", "ops", "predict")  # in turn: the few first
 MOST_REPEATS_MS = 600.0  # of a row's timed runs
 
@@ -45,6 +44,7 @@ class Bench:
     rank: Rank
     ceilings: Ceilings
     record: Record | None
+    start: float  # of the job, by time.perf_counter
     failures: list[str] = field(default_factory=list)
     rounds: list[MeasuredRound] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Bench:
 
     def is_late(self) -> bool:
         """Whether no row is to be begun; all ranks the same, by rank 0's clock."""
-        late = time.perf_counter() - START > self.arguments.seconds
+        late = time.perf_counter() - self.start > self.arguments.seconds
         if self.arguments.ranks == 1:
             return late
         told = torch.tensor([float(late)], device=self.rank.device)
@@ -277,7 +277,7 @@ def finish(bench: Bench, record: Record) -> None:
                 f"prediction {params}",
                 partial(predict_row, bench, params, measured, acceptance),
             )
-    print(f"\n{time.perf_counter() - START:.0f} s in all", flush=True)
+    print(f"\n{time.perf_counter() - bench.start:.0f} s in all", flush=True)
     for name in bench.failures:
         print(f"FAILED  {name}", flush=True)
     record.finish()

@@ -36,7 +36,7 @@ from tests.thread_ranks import Meeting, ThreadCollectives
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--tiny", "--layers", "2", "--kv-tokens", "4000", "--page-size", "16",
-         "--round-context", "40", "--replays", "2"]  # fmt: skip
+         "--round-context", "40", "--replays", "2", "--seconds", "1e9"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
