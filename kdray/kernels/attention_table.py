@@ -14,6 +14,7 @@ import torch
 DEFAULT_LEAST_COST = 90
 SMALL_ROWS = 40
 SMALL_COST = 150
+# Measured at 8 heads, 1 to 16 requests and up to 32,768 keys on an H200 (decision 12).
 FEW_ROWS = 8
 FEW_COST = 110
 TWICE_COST = 170

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moe_w4a16_product.cuh"
+#include "relaxed.cuh"
 
 static_assert(COLUMN_TILES == 1 && PARTS == 1, "of few rows");
 
@@ -12,25 +13,6 @@ constexpr u32 EMPTY = 0xffffffffu;            // two numbers that are not there:
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ void store_relaxed(u16* to, u16 x)
-{
-    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(x) : "memory");
-}
-__device__ __forceinline__ uint4 load_relaxed(const uint4* from)
-{
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_relaxed(const u32* from)
-{
-    u32 x;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
 // One more, and 0 after `last`.
 __device__ __forceinline__ void count_round(u32* counter, u32 last)
 {
@@ -44,9 +26,6 @@ __device__ __forceinline__ void wait_a_while(bool longer)
 #else
 
 inline void wait_a_while(bool) { simt::wait_for_other_blocks(); }
-inline void store_relaxed(u16* to, u16 x) { *(volatile u16*)to = x; }
-inline uint4 load_relaxed(const uint4* from) { return *from; }
-inline u32 load_relaxed(const u32* from) { return *(const volatile u32*)from; }
 inline void count_round(u32* counter, u32 last) { *counter = *counter >= last ? 0 : *counter + 1; }
 
 #endif

@@ -17,7 +17,8 @@
 // the best off the lists one after another, at 2,048 rows 0.9 slower. A choice is an integer key in
 // the order of floats, NaN above all as in torch.sort. The code is small because one row runs it
 // once, and fetching it is dear.
-// Limits: NUM_EXPERTS up to 1024 in NUM_GROUPS up to 32 groups, TOP_K up to 32.
+// Limits: NUM_EXPERTS up to 1024 in NUM_GROUPS up to 32 groups, TOP_K up to 32; T / nodes up to
+// 65,535 where there is padding.
 // Selection is exact on float32 scores. Oracle: reference_fused.py; experts exactly but where two
 // choices lie within the last bits of the exponential (3e-7), weights within 1e-6 relatively.
 

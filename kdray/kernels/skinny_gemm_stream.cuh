@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "relaxed.cuh"
 
 // A word of the workspace that holds nothing. No sum has these bits: what is no number leaves an
 // addition as another NaN, and publish() lets none pass.
@@ -17,35 +18,12 @@ __device__ __forceinline__ void store_shared_vector(SharedAddress to, const uint
                  "r"(v.w)
                  : "memory");
 }
-// Words that go to, and come from, another block: each is whole by itself, in no order.
-__device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v)
-{
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x),
-                 "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-__device__ __forceinline__ uint4 load_relaxed(const uint4* from)
-{
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
 
 #else
 
 inline void store_shared_vector(SharedAddress to, const uint4& v)
 {
     *(uint4*)simt::shared_pointer(to, 16) = v;
-}
-inline void store_relaxed(uint4* to, const uint4& v) { *to = v; }
-inline uint4 load_relaxed(const uint4* from)
-{
-    const uint4 v = *from;
-    if (v.x == EMPTY) simt::wait_for_other_blocks();
-    return v;
 }
 
 #endif
@@ -99,6 +77,15 @@ __device__ __forceinline__ u32 publishable(float x)
 __device__ __forceinline__ bool is_full(const uint4& v)
 {
     return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY;
+}
+// A word that another block publishes, or EMPTY.
+__device__ __forceinline__ uint4 look_at(const uint4* from)
+{
+    const uint4 v = load_relaxed(from);
+#ifndef __CUDACC__
+    if (v.x == EMPTY) simt::wait_for_other_blocks();
+#endif
+    return v;
 }
 __device__ __forceinline__ void publish(uint4* to, const float4& v)
 {

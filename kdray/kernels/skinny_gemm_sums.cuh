@@ -46,7 +46,7 @@ __device__ __forceinline__ float4 whole_sum(const float4& own, uint4* work, cons
         do {
             full = true;
 #pragma unroll
-            for (int s = 0; s < LEFT; ++s) word[s] = load_relaxed(published(work, place, s) + v);
+            for (int s = 0; s < LEFT; ++s) word[s] = look_at(published(work, place, s) + v);
 #pragma unroll
             for (int s = 0; s < LEFT; ++s) full = full && is_full(word[s]);
         } while (!full);

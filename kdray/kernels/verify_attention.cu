@@ -20,9 +20,9 @@
 // through the pieces of work that plan_attention dealt to it; parts of tiles that several blocks
 // share are merged at the end, by all of them (verify_attention_merge.cuh).
 //
-// With `planned`, piece and start were there before the kernel that is two in front began, and so were
-// lengths, page table, and the cache of all positions before a request's rows: a block reads them
-// while the kernel in front still runs. (All but the first layer's launches of a step.)
+// With `planned`, piece and start were there before an earlier launch of this kernel passed its wait,
+// and so were lengths, page table, and the cache of all positions before a request's rows: a block
+// reads them while the kernel in front still runs. (All but the first layer's launches of a step.)
 //
 // In bf16 a block has four warps that multiply scores and weigh (verify_attention_score.cuh) and
 // eight that sum weighted values (verify_attention_value.cuh), each a step or two behind the other:

@@ -66,7 +66,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come true in time"
