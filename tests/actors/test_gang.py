@@ -72,7 +72,7 @@ def wait_until_gone(pids: Collection[int] = ()) -> None:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, or gone between opening and reading
         return False
     return state != "Z"
 
