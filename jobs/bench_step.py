@@ -47,6 +47,7 @@ from step_travel import Mutable
 
 from kdray.arguments import HelpFormatter
 from kdray.config import EngineConfig
+from kdray.core.acceptance import AcceptanceProfile
 from kdray.errors import KdrayError
 from kdray.facts import resolve
 from kdray.model.manifest import check_shard
@@ -100,6 +101,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--off-path", type=float, default=step_predict.OFF_PATH, help="of its first behind those")
     add("--out", type=Path, default=None, help="folder of the results file")
     arguments = parser.parse_args(argv)
+    try:
+        rates = (arguments.hit_rates, arguments.sibling_rates, arguments.off_path)
+        AcceptanceProfile.of(*rates, depth=len(arguments.hit_rates))
+    except ValueError as error:
+        parser.error(f"--hit-rates, --sibling-rates and --off-path: {error}")
     if arguments.ranks not in (1, arguments.tp):
         parser.error(f"--ranks must be 1 or --tp {arguments.tp}")
     if arguments.device == "cuda" and not torch.cuda.is_available():

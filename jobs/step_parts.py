@@ -15,7 +15,7 @@ import step_predict
 import torch
 from record import Record
 from step_floor import Ceilings, Rows, Work, draft_work, floor_ms, step_work
-from step_predict import Acceptance, MeasuredRound, predictions
+from step_predict import MeasuredRound, predictions
 from step_rank import Rank
 from step_rounds import (
     ROOM,
@@ -29,6 +29,8 @@ from step_rounds import (
 from step_rows import StepCase, cases, fits, refuse_broken, step_of
 from step_time import as_metrics, distinct_experts, profiled, replayed, spans_ms, time_by_op
 from step_travel import Mutable, local_step, travel
+
+from kdray.core.acceptance import AcceptanceProfile
 
 PARTS = ("engine", "round", "draft", "step", "ops", "predict")  # in turn: the few first
 MOST_REPEATS_MS = 600.0  # of a row's timed runs
@@ -262,12 +264,11 @@ def finish(bench: Bench, record: Record) -> None:
     """The predictions, what failed, and the record."""
     arguments = bench.arguments
     if "predict" in arguments.parts and bench.rounds:
-        acceptance = Acceptance(
-            tuple(arguments.hit_rates[: bench.rank.depth]),
-            tuple(arguments.sibling_rates),
-            arguments.off_path,
+        rates = (arguments.hit_rates, arguments.sibling_rates, arguments.off_path)
+        acceptance = AcceptanceProfile.of(*rates, depth=bench.rank.depth)
+        print(
+            f"\nprediction: {step_predict.__doc__}\nhits, siblings, off_path: {rates}\n", flush=True
         )
-        print(f"\nprediction: {step_predict.__doc__}\n{acceptance}\n", flush=True)
         for measured in bench.rounds:
             params: Params = {
                 "part": "prediction", "mode": measured.mode, "requests": measured.streams,
@@ -287,6 +288,6 @@ def predict_row(
     bench: Bench,
     params: Params,
     measured: MeasuredRound,
-    acceptance: Acceptance,
+    acceptance: AcceptanceProfile,
 ) -> None:
     bench.add(params, {}, predictions(measured, acceptance, bench.ceilings))

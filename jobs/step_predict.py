@@ -31,59 +31,21 @@ token is wrong the second is right in 37 % and one of three in 58 %, and behind 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from step_floor import Ceilings, Work, floor_ms
 
-from kdray.core.tree import DraftTree, build_tree, quantise
+from kdray.config import SyntheticAcceptance
+from kdray.core.acceptance import AcceptanceProfile
 
 HITS = (0.634,) * 7
-SIBLINGS = (0.37, 0.12, 0.09)
-OFF_PATH = 0.22
+SIBLINGS = SyntheticAcceptance(hits=HITS).siblings
+OFF_PATH = SyntheticAcceptance(hits=HITS).off_path
 RTX = Ceilings(bytes_per_us=1.45e6, flops_per_us=400e6)
 SUMMED_ITEM = 2  # bytes of a bf16 number
 # Public figures on 8 RTX PRO 6000, K2.6 in INT4, empty context, all streams together.
 PUBLIC = {1: {"plain": 92.0, "eagle3": 125.0}, 128: {"plain": 2223.0, "eagle3": 2510.0}}
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """What a drafter is assumed to hit (above)."""
-
-    hits: tuple[float, ...] = HITS
-    siblings: tuple[float, ...] = SIBLINGS
-    off_path: float = OFF_PATH
-
-    def marginals(self, depth: int) -> list[float]:
-        """The chance of each candidate at a depth from 1 on, as the drafter sees it."""
-        hit = self.hits[depth - 1]
-        return [hit, *((1 - hit) * rate for rate in self.siblings)]
-
-    def tree(self, nodes: int, candidates: int) -> DraftTree:
-        """The product's tree of `nodes`, root counted; a token is its rank among the candidates."""
-        width = min(candidates, 1 + len(self.siblings))
-        chances = np.array([self.marginals(d + 1)[:width] for d in range(len(self.hits))])
-        chances = np.maximum(chances, math.exp(-31))
-        order = np.argsort(-chances, axis=1, kind="stable")
-        score = quantise(np.log(np.take_along_axis(chances, order, axis=1)))
-        return build_tree(0, order.astype(np.int32), score, nodes - 1)
-
-    def length(self, mode: str, nodes: int) -> float:
-        """Tokens that a step gains on average, the bonus token counted."""
-        if mode == "plain":
-            return 1.0
-        tree = self.tree(nodes, 1 if mode == "chain" else 1 + len(self.siblings))
-        chance, on_path = [1.0], [True]
-        for node in range(1, tree.num_nodes):
-            parent, rank = int(tree.parent[node]), int(tree.token[node])
-            own = self.marginals(int(tree.depth[node]))
-            share = own[rank] if on_path[parent] else self.off_path * own[rank] / own[0]
-            chance.append(chance[parent] * share)
-            on_path.append(on_path[parent] and rank == 0)
-        return sum(chance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +87,7 @@ def sum_ms(size: int) -> float:
 
 
 def predictions(
-    measured: MeasuredRound, acceptance: Acceptance, here: Ceilings
+    measured: MeasuredRound, acceptance: AcceptanceProfile, here: Ceilings
 ) -> dict[str, float | None]:
     """Metrics of a row that is labelled a prediction."""
     length = acceptance.length(measured.mode, measured.nodes)

@@ -7,10 +7,21 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from kdray.actors.placement import Placement
-from kdray.config import Device, DraftWeightType, DType, EngineConfig, FaultPolicy, KVDType, Mode
+from kdray.config import (
+    Device,
+    DraftWeightType,
+    DType,
+    EngineConfig,
+    FaultPolicy,
+    KVDType,
+    Mode,
+    SyntheticAcceptance,
+)
 from kdray.errors import ConfigError
 
 _DEFAULTS = EngineConfig()
+_RATES = SyntheticAcceptance(hits=(1.0,))
+_MISSING = (_RATES.hits, _RATES.siblings, (_RATES.off_path,))
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -77,6 +88,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="when ranks count as hung and how often they are started again, as fields of "
         "kdray.config.FaultPolicy: step_floor_s=30,max_restarts=10",
     )
+    add(
+        "--synthetic-acceptance",
+        metavar="HITS[/SIBLINGS[/OFF_PATH]]",
+        help="for benchmarks: accept drafts at these rates whatever the target says, as "
+        "0.634 or 0.8,0.7,0.6/0.37,0.12/0.22 (kdray.config.SyntheticAcceptance); the text is not "
+        "the model's",
+    )
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +141,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         nsight=arguments.nsight,
         profile_folder=arguments.profile_folder,
         faults=parse_faults(arguments.faults),
+        synthetic_acceptance=parse_acceptance(arguments.synthetic_acceptance),
     )
 
 
@@ -139,6 +158,22 @@ def parse_faults(text: str | None) -> FaultPolicy:
         except ValueError:
             raise ConfigError(f"faults: {name} must be a number, got {value!r}") from None
     return FaultPolicy(**given)
+
+
+def parse_acceptance(text: str | None) -> SyntheticAcceptance | None:
+    """ "0.8,0.7/0.4,0.1/0.2" to hits, siblings and off_path; what is missing keeps its default."""
+    if text is None:
+        return None
+    try:
+        rates = [tuple(map(float, part.split(","))) if part else () for part in text.split("/")]
+        hits, siblings, off_path = (*rates, *_MISSING[len(rates) :])
+        (behind,) = off_path
+    except ValueError:
+        raise ConfigError(
+            f"synthetic-acceptance wants HITS[/SIBLINGS[/OFF_PATH]], such as 0.7,0.6/0.4/0.2, "
+            f"got {text!r}"
+        ) from None
+    return SyntheticAcceptance(hits=hits, siblings=siblings, off_path=behind)
 
 
 def parse_gpus(text: str | None) -> tuple[int, ...] | None:

@@ -31,11 +31,13 @@ from kdray.kernels.selftest import check_kernels
 from kdray.memory_plan import SPARE_PAGES, plan_of_start
 from kdray.model.drafter import DFlashDrafter, Drafter
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.model.synthetic_drafter import SyntheticDrafter
 from kdray.model.target import TargetModel
 from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
+from kdray.verifier.synthetic import SyntheticVerifier
 from kdray.verifier.verifier import Verifier
 
 __all__ = [
@@ -99,7 +101,10 @@ def build_verifier(
         row=facts.kv_row,
         device=facts.device,
     )
-    return Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)
+    draws, profile = shard.rank == 0, facts.acceptance
+    if profile is None:
+        return Verifier(model, cache, ops, draws=draws, round_ops=round_ops)
+    return SyntheticVerifier(model, cache, ops, profile=profile, draws=draws, round_ops=round_ops)
 
 
 def _check_kernels(
@@ -184,12 +189,14 @@ def assemble(
 
     round_ops   for device rounds; the group and the drafter then take part in them
     """
+    if facts.acceptance is not None:
+        _log.warning("synthetic acceptance: drafts hold by chance, the text is not the model's")
     speculation = _speculation(config, drafter.depth if drafter else None)
     scheduler = _scheduler(config, facts, speculation, runs_ahead=round_ops is not None)
     decoder = None
     if round_ops is not None:
         assert isinstance(verifiers, LocalGroup | RankGroup)
-        assert isinstance(drafter, DFlashDrafter | None)
+        assert isinstance(drafter, DFlashDrafter | SyntheticDrafter | None)
         sizes = RoundSizes.of(scheduler, speculation)
         parts = RoundParts(
             drafter=drafter,
@@ -242,7 +249,7 @@ def _load_drafter(
 ) -> Drafter | None:
     if facts.drafter is None:
         return None
-    return DFlashDrafter.load(
+    drafter = DFlashDrafter.load(
         facts.drafter,
         target,
         ops=ops,
@@ -253,6 +260,7 @@ def _load_drafter(
         device=facts.device,
         weights=config.draft_weights,
     )
+    return SyntheticDrafter(drafter, facts.acceptance) if facts.acceptance else drafter
 
 
 def make_request(

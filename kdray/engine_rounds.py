@@ -16,6 +16,7 @@ from kdray.driver.ahead import AheadDecoder
 from kdray.driver.device_round import RoundParts
 from kdray.driver.running import on_device
 from kdray.driver.scheduler import Scheduler
+from kdray.errors import ConfigError
 from kdray.facts import EngineFacts
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.page_tables import PageTables
@@ -68,15 +69,18 @@ class RoundSizes:
 
 
 def can_run_ahead(config: EngineConfig, facts: EngineFacts) -> bool:
-    """Where device rounds can be CUDA graphs. Every rank finds the same."""
+    """Where device rounds can be CUDA graphs, and wherever acceptance is synthetic, which knows no
+    other. Every rank finds the same."""
     if not config.graphs or facts.device.type != "cuda":
-        return False
+        return facts.acceptance is not None
     draft = facts.draft_config()
     reason = beyond_kernels(
         vocab=facts.model.vocab_size,
         depth=draft.block_size - 1 if draft else 0,
         page_size=config.page_size,
     )
+    if reason is not None and facts.acceptance is not None:
+        raise ConfigError(f"synthetic_acceptance wants rounds in CUDA graphs: {reason}")
     if reason is not None:
         _log.warning("no CUDA graphs for this model, every step comes from the host: %s", reason)
     return reason is None

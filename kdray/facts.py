@@ -10,6 +10,7 @@ import torch
 
 from kdray import demo
 from kdray.config import EngineConfig
+from kdray.core.acceptance import AcceptanceProfile
 from kdray.errors import ConfigError
 from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.kernels.latent_rows import FP8, RowFormat
@@ -22,7 +23,10 @@ MOST_AHEAD = MAX_DEPTH + 1  # tokens a step in flight may add, in graphs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the wishes of a config came to on this machine with this model."""
+    """What the wishes of a config came to on this machine with this model.
+
+    acceptance   what drafts are assumed to hit; None: it is found out
+    """
 
     name: str
     target: Path
@@ -34,6 +38,7 @@ class EngineFacts:
     threads: int
     max_model_len: int
     num_pages: int
+    acceptance: AcceptanceProfile | None = None
 
     def draft_config(self) -> DFlashConfig | None:
         """As the drafter's folder says it; None: there is no drafter."""
@@ -62,7 +67,21 @@ def resolve(config: EngineConfig) -> EngineFacts:
         threads=config.threads or _threads(config.tp),
         max_model_len=max_model_len,
         num_pages=config.num_pages or _num_pages(config, model, kv_row, device, max_model_len),
+        acceptance=_acceptance(config, drafter),
     )
+
+
+def _acceptance(config: EngineConfig, drafter: Path | None) -> AcceptanceProfile | None:
+    rates = config.synthetic_acceptance
+    if rates is None or config.mode == "plain":
+        return None
+    if drafter is None:
+        raise ConfigError("synthetic_acceptance wants a drafter (--drafter), or mode 'plain'")
+    depth = DFlashConfig.from_folder(drafter).block_size - 1
+    try:
+        return AcceptanceProfile.of(rates.hits, rates.siblings, rates.off_path, depth)
+    except ValueError as error:
+        raise ConfigError(f"synthetic_acceptance: {error}") from None
 
 
 def _folders(config: EngineConfig) -> tuple[Path, Path | None]:

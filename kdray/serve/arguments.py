@@ -98,19 +98,18 @@ def _typed(name: str, value: object, hint: Any) -> object:
             return None
     kind = get_origin(wanted[0]) or wanted[0]
     try:
+        if kind is tuple:
+            return _several(value, get_args(wanted[0])[0])
         return _converted(value, kind)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{name} must be {_shown(kind)}, got {value!r}") from None
+        raise ConfigError(f"{name} must be {_shown(wanted[0])}, got {value!r}") from None
 
 
 def _converted(value: object, kind: Any) -> object:
     if is_dataclass(kind):
         return _nested(kind, value)
-    if kind is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(_whole(part) for part in parts)  # type: ignore[attr-defined]
     if kind is bool:
         return _flag(value)
     if kind is int:
@@ -118,6 +117,11 @@ def _converted(value: object, kind: Any) -> object:
     if kind is float:
         return float(value)  # type: ignore[arg-type]
     return str(value)
+
+
+def _several(value: object, kind: Any) -> object:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(_converted(part, kind) for part in parts)  # type: ignore[attr-defined]
 
 
 def _nested(part: Any, value: object) -> object:
@@ -141,8 +145,10 @@ def _flag(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
 
 
-def _shown(kind: Any) -> str:
-    if is_dataclass(kind):
+def _shown(hint: Any) -> str:
+    if is_dataclass(hint):
         return "a mapping"
-    shown = {tuple: "a list of integers", bool: "true or false", int: "an integer"}
-    return shown.get(kind, "a number" if kind is float else "text")
+    if get_origin(hint) is tuple:
+        return "a list of integers" if int in get_args(hint) else "a list of numbers"
+    shown = {bool: "true or false", int: "an integer", float: "a number"}
+    return shown.get(hint, "text")

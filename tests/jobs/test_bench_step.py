@@ -14,7 +14,7 @@ import step_rows
 import step_time
 import torch
 from step_floor import Ceilings, Work, floor_ms
-from step_predict import RTX, Acceptance, MeasuredRound, predictions, sum_ms
+from step_predict import HITS, OFF_PATH, RTX, SIBLINGS, MeasuredRound, predictions, sum_ms
 from step_rank import Rank, WatchedOps, temporary_folders
 from step_ranks import Loopback
 from step_rows import StepCase, requests_of
@@ -23,6 +23,7 @@ from step_travel import Mutable
 from step_weights import FAR_ROWS, Noise, RandomCheckpoint
 from torch import Tensor
 
+from kdray.core.acceptance import AcceptanceProfile
 from kdray.core.plan import DeviceVerified, Verified
 from kdray.kernels.moe_layout import unpack
 from kdray.kernels.ops import RoutingRule
@@ -35,6 +36,7 @@ from kdray.model.parallel import Shard
 from tests.thread_ranks import Meeting, ThreadCollectives
 
 CPU = torch.device("cpu")
+ASSUMED = AcceptanceProfile.of(HITS, SIBLINGS, OFF_PATH, len(HITS))
 SMALL = ["--device", "cpu", "--tiny", "--layers", "2", "--kv-tokens", "4000", "--page-size", "16",
          "--round-context", "40", "--replays", "2", "--seconds", "1e9"]  # fmt: skip
 
@@ -260,20 +262,9 @@ def test_kernels_belong_to_ops() -> None:
     assert [op_of(name) for name in names] == ops
 
 
-def test_a_chain_gains_what_its_hits_say() -> None:
-    sure = Acceptance(hits=(0.5, 0.5, 0.5), siblings=(), off_path=0.0)
-    assert sure.length("plain", 1) == 1.0
-    assert sure.length("chain", 4) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert Acceptance().length("chain", 8) == pytest.approx(2.66, abs=0.01)
-
-
-def test_a_tree_gains_more_than_a_chain_by_its_siblings() -> None:
-    assumed = Acceptance(hits=(0.6, 0.6), siblings=(0.5,), off_path=0.2)
-    # The chain, then the second token at depth 1 (0.2), and behind the first the second (0.12).
-    assert assumed.length("tree", 5) == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12)
-    # The chain behind the sibling comes next, and holds but off_path.
-    assert assumed.length("tree", 6) == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.2 * 0.2)
-    assert Acceptance().length("tree", 16) > Acceptance().length("tree", 8) > 2.66
+def test_the_assumed_chain_accepts_what_was_published() -> None:
+    assert ASSUMED.length("chain", 8) == pytest.approx(2.66, abs=0.01)
+    assert ASSUMED.length("tree", 16) > ASSUMED.length("tree", 8) > 2.66
 
 
 def test_a_prediction_follows_its_formula() -> None:
@@ -286,7 +277,7 @@ def test_a_prediction_follows_its_formula() -> None:
     assert floor_ms(measured.verify, here) == pytest.approx(1.0)
     slower = here.bytes_per_us / RTX.bytes_per_us
     wanted = slower * (2.5 + 2.0) + 0.5 + 123 * sum_ms(8 * 14336)
-    found = predictions(measured, Acceptance(), here)
+    found = predictions(measured, ASSUMED, here)
     assert found["rtx_round_ms"] == pytest.approx(wanted)
     late = 2.5 + 2.0 - 2.0  # of both, of whose floors each is 1.0 here
     at_best = 2.0 * slower + late + 0.5 + 123 * sum_ms(8 * 14336)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
-from kdray.config import EngineConfig
+from kdray.config import EngineConfig, SyntheticAcceptance
 from kdray.core.plan import DraftTrees, RoundOrder, RunningRows
 from kdray.engine import build_engine, build_follower, resolve
 from kdray.model.parallel import Shard
@@ -91,6 +91,16 @@ def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, objec
     config = config_of(**wishes)
     replies, strays = on_ranks(config, visits, tp=max(config.tp, 2))
     assert replies == on_one_rank(config_of(mode="plain"), visits)
+    assert not strays
+
+
+def test_ranks_that_assume_their_acceptance_assume_the_same() -> None:
+    rates = SyntheticAcceptance(hits=(0.8, 0.6))
+    config = config_of(budget=12, synthetic_acceptance=rates)
+    visits = [replace(visit, patience=None) for visit in visits_of(10)]
+    alone = build_engine(config, resolve(config))
+    replies, strays = on_ranks(config, visits, tp=2)
+    assert replies == run_visits(alone.driver, alone.facts, visits)
     assert not strays
 
 

@@ -1,0 +1,103 @@
+"""A verifier that says what a profile wants instead of what the target said: for benchmarks alone.
+
+Everything else of a round is real: the target runs all nodes, draws, and keeps the KV. Whether a
+draft holds is drawn by a request's seed and the draft's place, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kdray.core.acceptance import AcceptanceProfile
+from kdray.core.plan import DeviceVerified, DraftTrees, RunningRows
+from kdray.kernels.ops import Ops
+from kdray.kernels.round_ops import RoundOps
+from kdray.model.target import TargetModel
+from kdray.verifier.kv_cache import KVCache
+from kdray.verifier.verifier import Verifier
+
+DRAWS = 1 << 16  # uniform numbers; a request reads on from a place that its seed gives
+SEED_STRIDE = 40_503  # odd, near DRAWS / golden ratio: seeds in a row start far apart
+
+
+class SyntheticVerifier(Verifier):
+    """Rounds on the device accept as the profile says; steps from the host as the target says."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KVCache,
+        ops: Ops,
+        *,
+        profile: AcceptanceProfile,
+        draws: bool = True,
+        round_ops: RoundOps | None = None,
+    ) -> None:
+        super().__init__(model, cache, ops, draws=draws, round_ops=round_ops)
+        self._assumed = AssumedTokens(profile, model.config.vocab_size, cache.layers[0].device)
+
+    @torch.inference_mode()
+    def verify_on_device(
+        self, trees: DraftTrees, position: Tensor, rows: RunningRows
+    ) -> DeviceVerified:
+        verified = super().verify_on_device(trees, position, rows)
+        token = self._assumed.tokens(trees, verified.token, rows.root_position, rows.seed)
+        return replace(verified, token=token)
+
+
+class AssumedTokens:
+    """The target's tokens as a profile has them. Its children stand in a tree best first, so the
+    n-th child of a node is the n-th candidate of its depth."""
+
+    def __init__(self, profile: AcceptanceProfile, vocab: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._draws = torch.rand(DRAWS, generator=generator).to(device)
+        on, behind = profile.marginals.cumsum(axis=1), profile.behind_siblings.cumsum(axis=1)
+        self._on = torch.from_numpy(on).float().to(device)
+        self._behind = torch.from_numpy(behind).float().to(device)
+        self._vocab = vocab
+
+    def tokens(self, trees: DraftTrees, said: Tensor, place: Tensor, seed: Tensor) -> Tensor:
+        """[R, N] int32: the token of the child that is to be accepted, where a node has it; else
+        what the target said, or, where that is a child's by chance, the next token.
+
+        said [R, N] int32; place [R] int32, of the roots; seed [R] int64.
+        """
+        nodes = said.shape[1]
+        is_draft = (trees.parent >= 0) & (
+            torch.arange(nodes, device=said.device) < trees.num_nodes[:, None]
+        )
+        parent = trees.parent.long().clamp_min(0)
+        wanted = self._ranks(place, seed).gather(1, (trees.depth.long() - 1).clamp_min(0))
+        accepted = is_draft & (_sibling_rank(parent, is_draft) == wanted)
+        behind = said.gather(1, parent)
+        by_chance = is_draft & (trees.token == behind)
+        missed = _to_parents(parent, by_chance, (behind + 1) % self._vocab, said)
+        return _to_parents(parent, accepted, trees.token, missed)
+
+    def _ranks(self, place: Tensor, seed: Tensor) -> Tensor:
+        """[R, L] int64: the candidate that holds at each depth, W where none does."""
+        depth = torch.arange(1, len(self._on) + 1, device=place.device)
+        start = (seed % DRAWS) * SEED_STRIDE + place
+        draw = self._draws[(start[:, None] + depth) % DRAWS][:, :, None]
+        on = (draw >= self._on).sum(dim=2)
+        first_so_far = torch.cat([on.new_zeros(len(on), 1), on[:, :-1]], dim=1).cumsum(dim=1) == 0
+        return torch.where(first_so_far, on, (draw >= self._behind).sum(dim=2))
+
+
+def _sibling_rank(parent: Tensor, is_draft: Tensor) -> Tensor:
+    """[R, N] int64: children of the same node that stand before each node."""
+    alike = (parent[:, :, None] == parent[:, None, :]) & is_draft[:, None, :]
+    return alike.tril(-1).sum(dim=2)
+
+
+def _to_parents(parent: Tensor, chosen: Tensor, value: Tensor, otherwise: Tensor) -> Tensor:
+    """`otherwise` [R, N] with value at the parent of every chosen node; one child each at most, or
+    children of the same value."""
+    nodes = parent.shape[1]
+    room = torch.cat([otherwise, otherwise[:, :1]], dim=1)  # a last column for what is not chosen
+    room.scatter_(1, parent.masked_fill(~chosen, nodes), value.to(room.dtype))
+    return room[:, :nodes].contiguous()
