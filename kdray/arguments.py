@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -18,6 +19,8 @@ from kdray.config import (
     SyntheticAcceptance,
 )
 from kdray.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _DEFAULTS = EngineConfig()
 _RATES = SyntheticAcceptance(hits=(1.0,))
@@ -120,6 +123,8 @@ def placement_of(arguments: argparse.Namespace) -> Placement:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Raises ConfigError where an option is out of range."""
+    if arguments.synthetic_acceptance is not None:
+        _log.warning("--synthetic-acceptance: drafts hold by chance, the text is not the model's")
     return EngineConfig(
         model=arguments.model,
         drafter=arguments.drafter,
