@@ -63,7 +63,11 @@ class OneShotReduce:
 
 
 class SharedRegions:
-    """This rank's region, and the others' as opened here (CUDA IPC); close() gives them back."""
+    """This rank's region, and the others' as opened here (CUDA IPC).
+
+    close() gives the others' back. This rank's own, 2 MB, goes with its process: what another has
+    still open must not be freed, and who fails cannot wait for the others.
+    """
 
     def __init__(self, rank: int, capacity_bytes: int, gather: Gather) -> None:
         """gather: [1, 64] uint8 of every rank -> [ranks, 64], in rank order.
@@ -73,10 +77,10 @@ class SharedRegions:
         import cupy
 
         runtime = cupy.cuda.runtime
-        self._own: int = runtime.malloc(region_bytes(capacity_bytes))
-        runtime.memset(self._own, 0, region_bytes(capacity_bytes))
+        own: int = runtime.malloc(region_bytes(capacity_bytes))
+        runtime.memset(own, 0, region_bytes(capacity_bytes))
         runtime.deviceSynchronize()
-        handle = torch.frombuffer(bytearray(runtime.ipcGetMemHandle(self._own)), dtype=torch.uint8)
+        handle = torch.frombuffer(bytearray(runtime.ipcGetMemHandle(own)), dtype=torch.uint8)
         handles = gather(handle[None])
         self._opened: dict[int, int] = {}
         try:
@@ -86,7 +90,7 @@ class SharedRegions:
         except runtime.CUDARuntimeError as error:
             self.close()
             raise KernelError(f"rank {rank} cannot open another GPU's memory: {error}") from error
-        self.addresses = [self._opened.get(other, self._own) for other in range(len(handles))]
+        self.addresses = [self._opened.get(other, own) for other in range(len(handles))]
 
     def close(self) -> None:
         import cupy
@@ -94,9 +98,6 @@ class SharedRegions:
         for address in self._opened.values():
             cupy.cuda.runtime.ipcCloseMemHandle(address)
         self._opened = {}
-        if self._own:
-            cupy.cuda.runtime.free(self._own)
-            self._own = 0
 
 
 def region_bytes(capacity_bytes: int) -> int:
