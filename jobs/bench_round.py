@@ -32,7 +32,6 @@ import random_model
 import torch
 from gpu_timing import need_gpu
 from record import Record
-from step_weights import Noise, RandomCheckpoint
 from traffic import demo_prompts
 
 from kdray.config import EngineConfig
@@ -52,6 +51,7 @@ from kdray.engine import (
 from kdray.kernels.ops import load_ops
 from kdray.kernels.round_ops import load_round_ops
 from kdray.model.drafter import DFlashDrafter
+from kdray.model.dummy_weights import Noise, RandomCheckpoint
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
 from kdray.model.weights import WeightReader

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from balanced_words import UNIFORM_STD, balanced
 
 from kdray.arguments import HelpFormatter
 from kdray.errors import ConfigError, KdrayError
+from kdray.model.balanced_words import UNIFORM_STD, balanced
 from kdray.model.checkpoint import INDEX, SINGLE
 from kdray.model.config import INT4_GROUP, ModelConfig
 from kdray.model.dflash_config import DFlashConfig, default_target_layer_ids

@@ -2,7 +2,7 @@
 
 Its text means nothing: what counts is what a step costs. Real head sizes (latent 512, rope 64, nope
 and value 128), 8 heads as on one of eight ranks, 12 layers of width 2048, 64 experts of 512 in
-INT4. The weights are step_weights.py's.
+INT4. The weights are dummies (kdray.model.dummy_weights).
 """
 
 from __future__ import annotations

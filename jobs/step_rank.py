@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from make_checkpoint import KIMI, read_config
-from step_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
 from torch import Tensor
 
 from kdray.config import EngineConfig
@@ -25,6 +24,7 @@ from kdray.model.dflash import DFlashNetwork
 from kdray.model.dflash_config import DFlashConfig, default_target_layer_ids
 from kdray.model.draft_int4 import mlp_form
 from kdray.model.drafter import DFlashDrafter, check_fits
+from kdray.model.dummy_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
 from kdray.model.parallel import Collectives, Shard
 from kdray.model.target import TargetModel
 from kdray.model.weights import WeightReader

@@ -20,7 +20,6 @@ from step_ranks import Loopback
 from step_rows import StepCase, requests_of
 from step_time import Span, last_half, op_of, time_by_op
 from step_travel import Mutable
-from step_weights import FAR_ROWS, Noise, RandomCheckpoint
 from torch import Tensor
 
 from kdray.core.acceptance import AcceptanceProfile
@@ -29,6 +28,7 @@ from kdray.kernels.moe_layout import unpack
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference import ReferenceOps
 from kdray.model.config import ModelConfig
+from kdray.model.dummy_weights import FAR_ROWS, Noise, RandomCheckpoint
 from kdray.model.int4 import read_linear
 from kdray.model.manifest import needed_tensors
 from kdray.model.packed_experts import are_packed, read_experts

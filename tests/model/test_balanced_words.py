@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from balanced_words import UNIFORM_STD, balanced
 
+from kdray.model.balanced_words import UNIFORM_STD, balanced
 from kdray.model.int4 import unpack
 
 

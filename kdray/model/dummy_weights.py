@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from balanced_words import UNIFORM_STD, balanced
 from torch import Tensor
 
 from kdray.model import dflash_weights
+from kdray.model.balanced_words import UNIFORM_STD, balanced
 from kdray.model.checkpoint import Checkpoint, Part
 from kdray.model.config import INT4_GROUP, ModelConfig
 from kdray.model.dflash import DraftWeights
