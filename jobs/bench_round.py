@@ -51,10 +51,7 @@ from kdray.engine import (
 from kdray.kernels.ops import load_ops
 from kdray.kernels.round_ops import load_round_ops
 from kdray.model.drafter import DFlashDrafter
-from kdray.model.dummy_weights import Noise, RandomCheckpoint
-from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
-from kdray.model.weights import WeightReader
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.verifier import Verifier
@@ -236,7 +233,7 @@ def random_engine(config: EngineConfig, context: int) -> tuple[Engine, list[list
     if config.mode != "plain":
         drafter = DFlashDrafter.load(
             drafter_folder, model, ops=ops, page_size=config.page_size, num_pages=num_pages,
-            candidates=config.candidates if config.mode == "tree" else 1,
+            candidates=config.candidates if config.mode == "tree" else 1, load_format="dummy",
         )  # fmt: skip
     verifier = Verifier(model, cache, ops, round_ops=round_ops)
     engine = assemble(config, facts, ops, drafter, LocalGroup(verifier), round_ops)
@@ -259,15 +256,14 @@ _targets: dict[str, TargetModel] = {}
 def target(facts: EngineFacts) -> TargetModel:
     """Drawn once; every case uses the same weights."""
     if "random" not in _targets:
-        reader = WeightReader(
-            checkpoint=RandomCheckpoint.of_target(facts.model, Noise(facts.device)),
-            config=facts.model,
-            shard=Shard(),
+        _targets["random"] = TargetModel.load(
+            facts.target,
+            ops=load_ops(facts.device),
             dtype=facts.dtype,
             device=facts.device,
+            taps=random_model.DRAFTER["dflash_config"]["target_layer_ids"],
+            load_format="dummy",
         )
-        taps = tuple(random_model.DRAFTER["dflash_config"]["target_layer_ids"])
-        _targets["random"] = TargetModel.read(reader, ops=load_ops(facts.device), taps=taps)
     return _targets["random"]
 
 

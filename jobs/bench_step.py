@@ -6,8 +6,8 @@
     python jobs/bench_step.py --tp 2 --ranks 2 --layers 12 --tokens 1 8 64
     python jobs/bench_step.py --device cpu --tiny --layers 2
 
-Rank 0's real shard of TP-8 (61 layers, full widths) and the whole drafter, random weights made on
-the GPU (dummy_weights.py), in the product's own classes. With --ranks 1, the default, the other
+Rank 0's real shard of TP-8 (61 layers, full widths) and the whole drafter, dummy weights made on
+the GPU (--load-format dummy), in the product's own classes. With --ranks 1, the default, the other
 ranks are looked for in the rank itself: all but the collectives is timed. --ranks N, equal to --tp,
 runs N processes over N GPUs; rows are rank 0's, and nothing is predicted or run as an engine.
 

@@ -112,7 +112,7 @@ async def run(
     from kdray.serve.replay import ReplayingClient
 
     client = await ReplayingClient.connect(engine.supervisor)
-    tokenizer = Tokenizer.from_folder(engine.info["model_folder"])
+    tokenizer = Tokenizer.from_folder(engine.info["model_folder"], engine.info["load_format"])
     endpoint = Offline(client, tokenizer, "chaos")
     load, coming = Load(), iter(lines)
     trouble = Trouble(engine.supervisor, client.events, load, record)

@@ -4,11 +4,13 @@
     python jobs/make_checkpoint.py --out /data/k26-4 --set num_hidden_layers=4 --shards 8
     python jobs/make_checkpoint.py --out /data/k26 --drafter /data/k26-dflash
     python jobs/make_checkpoint.py --out small --set hidden_size=256,n_routed_experts=16,...
+    python jobs/make_checkpoint.py --out k26-8 --set num_hidden_layers=8 --config-only
 
 The names, the nested config, the packed INT4 experts with bf16 scales and the index are those of
 the published model; --set changes fields of its text_config. Text made with it means nothing: what
 counts is what it takes to load and to run. Numbers depend on --seed and a tensor's name alone, not
 on --shards. Nothing larger than some MB is held; whole shards of a run that was cut short are kept.
+--config-only writes no numbers: a folder for --load-format dummy.
 """
 
 from __future__ import annotations
@@ -74,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         fields = read_config(arguments.config, arguments.set)
+        if arguments.config_only:
+            write_configs(fields, arguments)
+            return 0
         write_target(arguments.out, fields, arguments)
         if arguments.drafter is not None:
             write_drafter(arguments.drafter, fields["text_config"], arguments)
@@ -92,6 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shards", type=int, default=64, metavar="N", help="files of the target")
     add("--drafter", type=Path, metavar="FOLDER", help="write a DFlash drafter for it there, too")
     add("--draft-layers", type=int, default=6, metavar="N", help="of the drafter")
+    add("--config-only", action="store_true", help="config.json alone, of both")
     add("--seed", type=int, default=0, help="of all numbers")
     add("--threads", type=int, default=min(8, os.cpu_count() or 1), help="files written at a time")
     return parser.parse_args(argv)
@@ -111,6 +117,14 @@ def read_config(folder: Path, changes: str) -> dict[str, Any]:
         for place in (fields, fields["text_config"]):
             place[name] = min(place[name], fields["text_config"]["vocab_size"] - 1)
     return fields
+
+
+def write_configs(fields: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """What --load-format dummy needs; checked by reading it again."""
+    write_json(options.out / "config.json", fields)
+    ModelConfig.from_folder(options.out)
+    if options.drafter is not None:
+        write_draft_config(options.drafter, fields["text_config"], options.draft_layers)
 
 
 def write_target(
@@ -140,9 +154,15 @@ def write_drafter(
     change: Callable[[Planned], Planned] = lambda tensor: tensor,
 ) -> None:
     """A DFlash drafter that fits the target; options: draft_layers, seed and threads."""
+    config = write_draft_config(folder, text, options.draft_layers)
+    tensors = [change(plain(name, shape)) for name, shape in weight_shapes(config)]
+    write_files(folder, {SINGLE: tensors}, options)
+
+
+def write_draft_config(folder: Path, text: Mapping[str, Any], draft_layers: int) -> DFlashConfig:
     fields = json.loads((KIMI / "drafter" / "config.json").read_text())
     fields |= {name: text[name] for name in ("hidden_size", "vocab_size", "intermediate_size")}
-    layers, draft_layers = text["num_hidden_layers"], options.draft_layers
+    layers = text["num_hidden_layers"]
     fields |= {"num_target_layers": layers, "num_hidden_layers": draft_layers}
     taps = default_target_layer_ids(max(layers, 4), draft_layers)
     fields["dflash_config"] = {
@@ -150,9 +170,7 @@ def write_drafter(
         "target_layer_ids": sorted({min(tap, layers - 1) for tap in taps}),
     }
     write_json(folder / "config.json", fields)
-    config = DFlashConfig.from_folder(folder)
-    tensors = [change(plain(name, shape)) for name, shape in weight_shapes(config)]
-    write_files(folder, {SINGLE: tensors}, options)
+    return DFlashConfig.from_folder(folder)
 
 
 def target_tensors(config: ModelConfig, vision: Mapping[str, Any]) -> Iterator[Planned]:

@@ -127,7 +127,7 @@ async def offline(
     engine = await asyncio.to_thread(SupervisedEngine.start, config, placement)
     try:
         client = await ReplayingClient.connect(engine.supervisor)
-        tokenizer = Tokenizer.from_folder(engine.info["model_folder"])
+        tokenizer = Tokenizer.from_folder(engine.info["model_folder"], engine.info["load_format"])
         yield Offline(client, tokenizer, served_name or engine.info["name"])
         await client.close()
     finally:

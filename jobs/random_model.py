@@ -1,8 +1,8 @@
-"""A target shaped like Kimi K2.6 with random weights in memory, and a drafter for it.
+"""A target shaped like Kimi K2.6 and a drafter for it, for dummy weights.
 
 Its text means nothing: what counts is what a step costs. Real head sizes (latent 512, rope 64, nope
 and value 128), 8 heads as on one of eight ranks, 12 layers of width 2048, 64 experts of 512 in
-INT4. The weights are dummies (kdray.model.dummy_weights).
+INT4.
 """
 
 from __future__ import annotations
@@ -11,13 +11,6 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from kdray.model.dflash_config import DFlashConfig
-from kdray.model.dflash_weights import weight_shapes
 
 TARGET: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -92,26 +85,14 @@ DRAFTER: dict[str, Any] = {
 
 
 def write_folders(root: Path) -> tuple[Path, Path]:
-    """The target's folder (its config alone) and the drafter's (whole)."""
+    """The target's folder and the drafter's: config.json alone."""
     target, drafter = root / "target", root / "drafter"
     for folder, config in ((target, TARGET), (drafter, DRAFTER)):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-    save_file(_draft_tensors(DFlashConfig.from_folder(drafter)), drafter / "model.safetensors")
     return target, drafter
 
 
 def temporary_folders() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
     home = tempfile.TemporaryDirectory(prefix="kdray-random-")
     return home, *write_folders(Path(home.name))
-
-
-def _draft_tensors(config: DFlashConfig) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-
-    def drawn(shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return (torch.randn(shape, generator=generator) * shape[1] ** -0.5).bfloat16()
-
-    return {name: drawn(shape) for name, shape in weight_shapes(config)}

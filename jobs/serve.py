@@ -118,6 +118,8 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
     try:
         deployment.prepare(arguments.host, arguments.port)
         print(f"starting {config.model} on {config.tp} rank(s) ...", flush=True)
+        if config.load_format == "dummy":
+            print("DUMMY WEIGHTS: random numbers, so its text means nothing", flush=True)
         engine = None
         try:
             engine = SupervisedEngine.start(config, placement)
@@ -214,6 +216,7 @@ def endpoint(engine: SupervisedEngine, keys: KeyRing, arguments: argparse.Namesp
     model = deployment.ServedModel(
         name=arguments.served_name or engine.info["name"],
         tokenizer_folder=Path(engine.info["model_folder"]),
+        load_format=engine.info["load_format"],
         limits=limits_of(arguments),
         keys=keys,
     )

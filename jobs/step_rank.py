@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from make_checkpoint import KIMI, read_config
+from step_tables import fill, whole_tables
 from torch import Tensor
 
 from kdray.config import EngineConfig
@@ -22,12 +23,12 @@ from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.memory_plan import SPARE_PAGES, plan_of_start
 from kdray.model.dflash import DFlashNetwork
 from kdray.model.dflash_config import DFlashConfig, default_target_layer_ids
+from kdray.model.dflash_weights import load_weights
 from kdray.model.draft_int4 import mlp_form
 from kdray.model.drafter import DFlashDrafter, check_fits
-from kdray.model.dummy_weights import Noise, RandomCheckpoint, draft_weights, fill, whole_tables
+from kdray.model.dummy_weights import Noise
 from kdray.model.parallel import Collectives, Shard
 from kdray.model.target import TargetModel
-from kdray.model.weights import WeightReader
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.verifier import Verifier
 
@@ -80,7 +81,6 @@ class Rank:
     collectives: Collectives
     ops: WatchedOps
     round_ops: RoundOps
-    noise: Noise
     verifier: Verifier
     drafter: DFlashDrafter | None
     depth: int
@@ -168,10 +168,18 @@ def build_rank(
     plan.check()
     draft = DFlashConfig.from_folder(facts.drafter)
     ops, round_ops = WatchedOps(load_ops(device)), load_round_ops(device)
-    with set_up.part("random numbers"):
-        noise = Noise(device)
     with set_up.part(f"weights of rank {shard.rank} of {shard.size}"):
-        model = _target(config, facts, shard, collectives, ops, noise, draft.target_layer_ids)
+        model = TargetModel.load(
+            facts.target,
+            ops=ops,  # type: ignore[arg-type]
+            shard=shard,
+            collectives=collectives,
+            dtype=facts.dtype,
+            device=device,
+            taps=draft.target_layer_ids,
+            load_format="dummy",
+        )
+    noise = Noise(device)
     with set_up.part("KV pages"):
         cache = KVCache(
             num_layers=model.num_layers,
@@ -193,34 +201,11 @@ def build_rank(
         collectives=collectives,
         ops=ops,
         round_ops=round_ops,
-        noise=noise,
         verifier=verifier,
         drafter=drafter,
         depth=draft.block_size - 1,
         candidates=config.candidates,
     )
-
-
-def _target(
-    config: EngineConfig,
-    facts: EngineFacts,
-    shard: Shard,
-    collectives: Collectives,
-    ops: WatchedOps,
-    noise: Noise,
-    taps: Sequence[int],
-) -> TargetModel:
-    reader = WeightReader(
-        checkpoint=RandomCheckpoint.of_target(facts.model, noise),
-        config=facts.model,
-        shard=shard,
-        dtype=facts.dtype,
-        device=facts.device,
-    )
-    model = TargetModel.read(reader, ops=ops, collectives=collectives, taps=tuple(taps))  # type: ignore[arg-type]
-    if facts.device.type == "cuda":
-        torch.cuda.empty_cache()  # what packing took is for pages
-    return model
 
 
 def _drafter(
@@ -231,13 +216,14 @@ def _drafter(
     ops: WatchedOps,
     noise: Noise,
 ) -> DFlashDrafter:
-    check_fits(draft, facts.model, str(facts.drafter))
+    assert facts.drafter is not None, "a drafter is always given"
+    check_fits(draft, facts.model, facts.drafter)
     form = mlp_form(config.draft_weights, facts.dtype, facts.device)
-    weights = draft_weights(draft, noise, facts.dtype, facts.device, form)
+    weights = load_weights(facts.drafter, draft, facts.dtype, facts.device, form, "dummy")
     network = DFlashNetwork(draft, weights, ops)  # type: ignore[arg-type]
     drafter = DFlashDrafter(
         network,
-        whole_tables(model, noise),
+        whole_tables(model, facts.target),
         ops=ops,  # type: ignore[arg-type]
         candidates=config.candidates,
         page_size=config.page_size,

@@ -15,6 +15,7 @@ from kdray.config import (
     EngineConfig,
     FaultPolicy,
     KVDType,
+    LoadFormat,
     Mode,
     SyntheticAcceptance,
 )
@@ -58,6 +59,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(DraftWeightType),
         default=_DEFAULTS.draft_weights,
         help="of the drafter's MLPs",
+    )
+    add(
+        "--load-format",
+        choices=get_args(LoadFormat),
+        default=_DEFAULTS.load_format,
+        help="dummy: random weights by config.json alone, to see speed; text means nothing",
     )
     add("--mode", choices=get_args(Mode), default=_DEFAULTS.mode, help="how to speculate")
     add("--budget", type=int, default=_DEFAULTS.budget, metavar="B", help="draft nodes a tree")
@@ -133,6 +140,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
+        load_format=arguments.load_format,
         mode=arguments.mode,
         budget=arguments.budget,
         candidates=arguments.candidates,

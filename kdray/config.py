@@ -12,6 +12,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 KVDType = Literal["auto", "bf16", "fp8"]
 DraftWeightType = Literal["auto", "int4"]
+LoadFormat = Literal["auto", "dummy"]
 
 MAX_BUDGET = 1024
 MAX_CANDIDATES = 64
@@ -98,6 +99,8 @@ class EngineConfig:
     draft_weights       of the drafter's MLPs. "auto": as dtype; "int4": rounded at load to 4 bits
                         with a scale for every 32 inputs; a GPU in bfloat16 keeps them so, in 28 %
                         of the bytes. It changes what is drafted, never what is said
+    load_format         "auto": weights from the folders' files; "dummy": drawn by their names, for
+                        folders of a config.json alone: to see speed, its text means nothing
     mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
     candidates          K, the drafter's best tokens kept at every depth
     max_requests        requests that run at the same time; further ones wait
@@ -129,6 +132,7 @@ class EngineConfig:
     dtype: DType = "auto"
     kv_dtype: KVDType = "auto"
     draft_weights: DraftWeightType = "auto"
+    load_format: LoadFormat = "auto"
     mode: Mode = "tree"
     budget: int = 16
     candidates: int = 16
@@ -154,6 +158,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("kv_dtype", self.kv_dtype, get_args(KVDType))
         _one_of("draft_weights", self.draft_weights, get_args(DraftWeightType))
+        _one_of("load_format", self.load_format, get_args(LoadFormat))
         _between("tp", self.tp, 1, 1024)
         _between("budget", self.budget, 0, MAX_BUDGET)
         _between("candidates", self.candidates, 1, MAX_CANDIDATES)

@@ -93,6 +93,7 @@ def build_verifier(
         device=facts.device,
         norm_eps_qkv=config.norm_eps_qkv,
         taps=taps,
+        load_format=config.load_format,
     )
     cache = KVCache(
         num_layers=model.num_layers,
@@ -136,6 +137,8 @@ def build_engine(
     """
     ops = load_ops(facts.device)
     shard = shard or Shard()
+    if config.load_format == "dummy":
+        _log.warning("dummy weights: %s runs on random numbers, its text means nothing", facts.name)
     draft = facts.draft_config()
     taps = draft.target_layer_ids if draft else ()
     if runs_ahead is None:
@@ -259,6 +262,7 @@ def _load_drafter(
         dtype=facts.dtype,
         device=facts.device,
         weights=config.draft_weights,
+        load_format=config.load_format,
     )
     return SyntheticDrafter(drafter, facts.acceptance) if facts.acceptance else drafter
 

@@ -50,7 +50,7 @@ class LLM:
             raise ConfigError("LLM runs in one process: use jobs/generate.py for tp > 1")
         self.facts: EngineFacts = resolve(config)
         torch.set_num_threads(self.facts.threads)
-        self.tokenizer = Tokenizer.from_folder(self.facts.target)
+        self.tokenizer = Tokenizer.from_folder(self.facts.target, config.load_format)
         self.driver: Driver = build_engine(config, self.facts).driver
         self._ids = itertools.count()
 

@@ -1,4 +1,4 @@
-"""The command line's words as a config: for faults, and for a drafter's weights."""
+"""The command line's words as a config: for faults, and for weights."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def test_the_drafters_weights_reach_the_config() -> None:
     assert parse_arguments({"draft_weights": "int4"}).config.draft_weights == "int4"
     with pytest.raises(ConfigError, match="draft_weights must be one of auto, int4, got 'int8'"):
         parse_arguments({"draft_weights": "int8"})
+
+
+def test_where_weights_come_from_reaches_the_config() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    assert engine_config(parser.parse_args([])).load_format == "auto"
+    assert engine_config(parser.parse_args(["--load-format", "dummy"])).load_format == "dummy"
+    assert parse_arguments({"load_format": "dummy"}).config.load_format == "dummy"
+    with pytest.raises(ConfigError, match="load_format must be one of auto, dummy, got 'random'"):
+        parse_arguments({"load_format": "random"})

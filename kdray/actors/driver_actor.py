@@ -88,6 +88,7 @@ class DriverActor:
         return {
             "name": facts.name,
             "model_folder": str(facts.target),
+            "load_format": self._config.load_format,
             "max_model_len": facts.max_model_len,
             "vocab_size": facts.model.vocab_size,
             "end_token_ids": sorted(facts.model.eos_token_ids),

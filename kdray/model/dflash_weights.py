@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kdray.config import LoadFormat
 from kdray.errors import CheckpointError, UnsupportedModel
 from kdray.kernels.moe_layout import PackedExperts
 from kdray.model.checkpoint import Checkpoint
@@ -23,8 +25,9 @@ from kdray.model.draft_int4 import (
     part_of,
     rounded,
 )
+from kdray.model.dummy_weights import Described
 from kdray.model.layers import RmsNorm, laid_out
-from kdray.model.placed import PlacedCheckpoint
+from kdray.model.weight_source import weight_source
 
 # Names of the native export that differ from z-lab's.
 _ALIASES = {
@@ -39,6 +42,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     form: MlpForm = "whole",
+    load_format: LoadFormat = "auto",
 ) -> DraftWeights:
     """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined.
 
@@ -46,17 +50,19 @@ def load_weights(
     """
     if form != "whole":
         check_groups(config)
-    checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
-    reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
+    source = weight_source(load_format)
     shapes = dict(weight_shapes(config))
-    reader.check(shapes)
-    read_mlp = _mlp_reader(reader, config, form)
-    return DraftWeights(
-        fc=reader.matrix("fc.weight"),
-        hidden_norm=reader.norm("hidden_norm.weight"),
-        layers=tuple(_layer(reader, i, config, read_mlp) for i in range(len(config.layers))),
-        norm=reader.norm("norm.weight"),
-    )
+    opened = source.open(folder, (Described(name, "BF16", shapes[name]) for name in shapes))
+    with closing(source.place(opened, device)) as checkpoint:
+        reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
+        reader.check(shapes)
+        read_mlp = _mlp_reader(reader, config, form)
+        return DraftWeights(
+            fc=reader.matrix("fc.weight"),
+            hidden_norm=reader.norm("hidden_norm.weight"),
+            layers=tuple(_layer(reader, i, config, read_mlp) for i in range(len(config.layers))),
+            norm=reader.norm("norm.weight"),
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.config import DraftWeightType
+from kdray.config import DraftWeightType, LoadFormat
 from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
@@ -116,13 +116,13 @@ class DFlashDrafter:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         weights: DraftWeightType = "auto",
+        load_format: LoadFormat = "auto",
     ) -> DFlashDrafter:
         """The drafter of a folder for a target: one that holds its whole tables, or its folder.
 
-        weights: as EngineConfig.draft_weights. A loaded target's dtype and device take the place of
-        `dtype` and `device`.
-        Raises CheckpointError where the folder is broken or made for another target, and
-        UnsupportedModel where the drafter has parts kdray does not run.
+        weights, load_format: as EngineConfig's draft_weights and load_format. A loaded target's
+        dtype and device take the place of `dtype` and `device`.
+        Raises CheckpointError where the folder is broken, unsupported or made for another target.
         """
         device = torch.device(device)
         config = DFlashConfig.from_folder(folder)
@@ -132,10 +132,11 @@ class DFlashDrafter:
             dtype, device = tables.head.dtype, tables.head.device
         else:
             check_fits(config, ModelConfig.from_folder(target), folder)
-            tables = TargetTables.read(target, dtype, device)
+            tables = TargetTables.read(target, dtype, device, load_format)
         form = mlp_form(weights, dtype, device)
+        read = load_weights(folder, config, dtype, device, form, load_format)
         return cls(
-            DFlashNetwork(config, load_weights(folder, config, dtype, device, form), ops),
+            DFlashNetwork(config, read, ops),
             tables,
             ops=ops,
             candidates=candidates,

@@ -1,200 +1,211 @@
-"""Weights of any size made where they are used: cut from two small pools of random numbers.
+"""Weights of any size drawn where they are used, by name: what `load_format` "dummy" runs on.
 
-A rank's shard of Kimi K2.6 is 71 GiB, which no disk has to hold: every tensor is a run of a pool
-that starts where the tensor's name says, copied and scaled. Experts go through the product's own
-packing. What comes out has the scale of trained weights, so that nothing overflows in 61 layers.
+Every tensor is a run of a pool of random numbers that starts where the tensor's name says, scaled
+as trained weights are, so that nothing overflows in 61 layers. A part of a tensor is the same
+numbers whoever draws it: ranks of any tp hold parts of one model, the same in every process.
 """
 
 from __future__ import annotations
 
-import math
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kdray.model import dflash_weights
 from kdray.model.balanced_words import UNIFORM_STD, balanced
-from kdray.model.checkpoint import Checkpoint, Part
+from kdray.model.checkpoint import Checkpoint, Cut, Part
 from kdray.model.config import INT4_GROUP, ModelConfig
-from kdray.model.dflash import DraftWeights
-from kdray.model.dflash_config import DFlashConfig
-from kdray.model.draft_int4 import MlpForm
 from kdray.model.int4 import PER_WORD
 from kdray.model.manifest import needed_tensors
-from kdray.model.target import TargetModel
-from kdray.model.target_tables import TargetTables
+from kdray.model.stored import ITEM_BYTES, ShardFile, StoredTensor
 
-POOL_NUMBERS = {"cuda": (1 << 25) + 9, "cpu": (1 << 18) + 9}  # odd: rows of a matrix never repeat
+# Primes: however wide a matrix is, no two of its rows are the same run.
+POOL_NUMBERS = {"cuda": (1 << 25) + 35, "cpu": (1 << 18) + 3}
+SEED = 0
 BIAS_STD = 0.02
-FAR_ROWS = 0.25  # what the head's rows of other ranks are multiplied by (see whole_tables)
 WORD, ONES = 1 << 31, 0x1111_1111
 
 Shape = tuple[int, ...]
+OnDrawn = Callable[[int], object]
+
+
+class Described(NamedTuple):
+    """A tensor as a file's header would describe it."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+
+def target_tensors(config: ModelConfig) -> Iterator[Described]:
+    """Of a target, its experts packed where its config says INT4, as published."""
+    for needed in needed_tensors(config):
+        if needed.is_expert and config.quantization == "int4":
+            outputs, inputs = needed.shape
+            yield Described(f"{needed.name}.weight_packed", "I32", (outputs, inputs // PER_WORD))
+            yield Described(f"{needed.name}.weight_scale", "BF16", (outputs, inputs // INT4_GROUP))
+        else:
+            name = f"{needed.name}.weight" if needed.is_linear else needed.name
+            dtype = "F32" if name.endswith("e_score_correction_bias") else "BF16"
+            yield Described(name, dtype, needed.shape)
+
+
+def described(folder: Path, tensors: Iterable[Described]) -> Checkpoint:
+    """A checkpoint of headers alone, for the checks that files go through."""
+    source = ShardFile(folder / "config.json")  # what a message names
+    return Checkpoint(folder, {tensor.name: _stored(tensor, source) for tensor in tensors})
+
+
+class Pool:
+    """A ring of random numbers: a run goes on at its start behind its end."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._size = len(numbers)
+        self._twice = torch.cat([numbers, numbers])  # any run of its size is a view
+
+    @property
+    def numbers(self) -> Tensor:
+        return self._twice[: self._size]
+
+    def run(self, name: str, count: int) -> Tensor:
+        """[count], at most the pool's size; not to be written."""
+        return self._view(zlib.crc32(name.encode()), count)
+
+    def pieces(self, cut: Cut) -> list[Tensor]:
+        """A part of a tensor as runs of its rows [.., columns]; not to be written."""
+        item = cut.dtype.itemsize
+        width, cols = cut.row_bytes // item, slice(None)
+        if cut.kept is not None:
+            cols = slice(cut.kept.start // item, cut.kept.stop // item)
+        place = zlib.crc32(cut.stored.name.encode()) + cut.start // item
+        most = self._size // width
+        runs = (range(at, min(at + most, cut.num_rows)) for at in range(0, cut.num_rows, most))
+        return [
+            self._view(place + rows.start * width, len(rows) * width).view(-1, width)[:, cols]
+            for rows in runs
+        ]
+
+    def _view(self, place: int, count: int) -> Tensor:
+        start = place % self._size
+        return self._twice[start : start + count]
 
 
 class Noise:
-    """The pools of one device."""
+    """The pools of one device, each made when it is first wanted; for any number of threads."""
 
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
-        count = POOL_NUMBERS[device.type]
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, device: torch.device, seed: int = SEED) -> None:
         self.device = device
-        normal = torch.randn(count, generator=generator, device=device)
-        self._normal = normal.to(torch.bfloat16)
-        words = torch.randint(
-            -WORD, WORD, (count,), generator=generator, device=device, dtype=torch.int32
-        )
-        self._words = balanced(words, ONES)
-        self._scales: dict[int, Tensor] = {}
+        self.num_numbers = POOL_NUMBERS[device.type]
+        self._seed = seed
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._lock = threading.RLock()
 
-    def normal(self, name: str, shape: Shape) -> Tensor:
-        """bfloat16 of variance 1. May be a part of the pool: not to be written."""
-        return _run(self._normal, name, shape)
+    @property
+    def normal(self) -> Pool:
+        """bfloat16 of variance 1."""
+        return self._pool(("normal", 0), self._draw_normal)
 
-    def words(self, name: str, shape: Shape) -> Tensor:
-        """int32, eight random INT4 weights; as above."""
-        return _run(self._words, name, shape)
+    @property
+    def words(self) -> Pool:
+        """int32, eight random INT4 weights each."""
+        return self._pool(("words", 0), self._draw_words)
 
-    def scales(self, name: str, shape: Shape, inputs: int) -> Tensor:
+    def scales(self, inputs: int) -> Pool:
         """bfloat16: INT4 weights of `inputs` inputs keep the variance of what they multiply."""
-        if inputs not in self._scales:
-            middle = inputs**-0.5 / UNIFORM_STD
-            self._scales[inputs] = ((1 + 0.1 * self._normal).clamp(0.6, 1.4) * middle).bfloat16()
-        return _run(self._scales[inputs], name, shape)
+        middle = inputs**-0.5 / UNIFORM_STD
+        return self._pool(
+            ("scales", inputs),
+            lambda: ((1 + 0.1 * self.normal.numbers).clamp(0.6, 1.4) * middle).bfloat16(),
+        )
+
+    def _pool(self, kind: tuple[str, int], draw: Callable[[], Tensor]) -> Pool:
+        with self._lock:
+            if kind not in self._pools:
+                self._pools[kind] = Pool(draw())
+            return self._pools[kind]
+
+    def _draw_normal(self) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self._seed)
+        drawn = torch.randn(self.num_numbers, generator=generator, device=self.device)
+        return drawn.to(torch.bfloat16)
+
+    def _draw_words(self) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self._seed + 1)
+        size, device = (self.num_numbers,), self.device
+        words = torch.randint(
+            -WORD, WORD, size, generator=generator, device=device, dtype=torch.int32
+        )
+        drawn: Tensor = balanced(words, ONES)
+        return drawn
 
 
-class RandomCheckpoint(Checkpoint):
-    """Every tensor of `shapes`, drawn by its name whenever it is asked for.
+class DrawnCheckpoint(Checkpoint):
+    """The tensors that `source` describes, drawn on `device` whenever they are asked for.
 
-    shapes   whole tensors by their names, linears as [out, in]
-    packed   linears that are stored as INT4, by their names without an ending
+    on_drawn   is told the bytes of every part, from any thread
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], noise: Noise, packed: Mapping[str, Shape] | None = None
+        self, source: Checkpoint, device: torch.device, on_drawn: OnDrawn = lambda _: None
     ) -> None:
-        super().__init__(Path("random"), {})
-        self._shapes = dict(shapes)
-        self._packed = dict(packed or {})
-        self._noise = noise
-
-    @classmethod
-    def of_target(cls, config: ModelConfig, noise: Noise) -> RandomCheckpoint:
-        shapes: dict[str, Shape] = {}
-        packed: dict[str, Shape] = {}
-        for needed in needed_tensors(config):
-            if needed.is_expert and config.quantization == "int4":
-                packed[needed.name] = needed.shape
-            else:
-                shapes[needed.name + (".weight" if needed.is_linear else "")] = needed.shape
-        return cls(shapes, noise, packed)
-
-    def __contains__(self, name: str) -> bool:
-        stem, _, ending = name.rpartition(".")
-        return name in self._shapes or (ending.startswith("weight_") and stem in self._packed)
+        super().__init__(source.folder, source.tensors)
+        self._device = device
+        self._on_drawn = on_drawn
+        self._noise = Noise(device)
 
     def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """Memory of its own: what is laid out as stored is used as it is."""
-        return self._drawn(Part(name, rows, cols)).clone()
+        cut = self._cut_of(Part(name, rows, cols))
+        if name.endswith("norm.weight"):
+            return torch.ones(cut.shape, dtype=cut.dtype, device=self._device)
+        drawn = torch.cat(self._pool_of(cut).pieces(cut)).view(cut.shape)
+        if cut.stored.dtype == "I32" or name.endswith("weight_scale"):
+            return drawn
+        return drawn.mul_(_spread(cut.stored)).to(cut.dtype)
 
     def several(self, parts: Sequence[Part]) -> list[Tensor]:
-        """What is packed or dequantised out of place: parts of the pools do."""
-        return [self._drawn(part) for part in parts]
+        """As tensor(); what is packed may be a part of a pool, as who unpacks it copies it."""
+        return [self._part(part) for part in parts]
 
-    def _drawn(self, part: Part) -> Tensor:
-        stem, _, ending = part.name.rpartition(".")
-        if stem in self._packed:
-            outputs, inputs = self._packed[stem]
-            unit = PER_WORD if ending == "weight_packed" else INT4_GROUP
-            shape = _cut((outputs, inputs // unit), part)
-            if ending == "weight_packed":
-                return self._noise.words(part.name, shape)
-            return self._noise.scales(part.name, shape, inputs)
-        whole = self._shapes[part.name]
-        shape = _cut(whole, part)
-        if part.name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=torch.bfloat16, device=self._noise.device)
-        drawn = self._noise.normal(part.name, shape)
-        if len(whole) == 1:
-            return drawn * BIAS_STD
-        return drawn if "embed" in part.name else drawn * whole[-1] ** -0.5
+    def close(self) -> None:
+        """Wait for what is drawn, and give the pools back."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._noise = Noise(self._device)
+
+    def _part(self, part: Part) -> Tensor:
+        if not part.name.endswith(("weight_packed", "weight_scale")):
+            return self.tensor(*part)
+        cut = self._cut_of(part)
+        pieces = self._pool_of(cut).pieces(cut)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _cut_of(self, part: Part) -> Cut:
+        cut = self.cut(*part)
+        self._on_drawn(cut.dtype.itemsize * torch.Size(cut.shape).numel())
+        return cut
+
+    def _pool_of(self, cut: Cut) -> Pool:
+        if cut.stored.dtype == "I32":
+            return self._noise.words
+        if cut.stored.name.endswith("weight_scale"):
+            return self._noise.scales(cut.stored.shape[1] * INT4_GROUP)
+        return self._noise.normal
 
 
-def draft_weights(
-    config: DFlashConfig, noise: Noise, dtype: torch.dtype, device: torch.device, form: MlpForm
-) -> DraftWeights:
-    """A drafter's, by the product's own reader."""
-    checkpoint = RandomCheckpoint(dict(dflash_weights.weight_shapes(config)), noise)
-    reader = dflash_weights._Reader(checkpoint, dtype, device, config.rms_norm_eps)
-    read_mlp = dflash_weights._mlp_reader(reader, config, form)
-    return DraftWeights(
-        fc=reader.matrix("fc.weight"),
-        hidden_norm=reader.norm("hidden_norm.weight"),
-        layers=tuple(
-            dflash_weights._layer(reader, layer, config, read_mlp)
-            for layer in range(len(config.layers))
-        ),
-        norm=reader.norm("norm.weight"),
+def _spread(stored: StoredTensor) -> float:
+    """The standard deviation that keeps the variance of what is multiplied."""
+    if len(stored.shape) == 1:
+        return BIAS_STD
+    return 1.0 if "embed_tokens" in stored.name else float(stored.shape[-1] ** -0.5)
+
+
+def _stored(tensor: Described, source: ShardFile) -> StoredTensor:
+    size = torch.Size(tensor.shape).numel() * ITEM_BYTES[tensor.dtype]
+    return StoredTensor(
+        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, start=0, end=size, shard=source
     )
-
-
-def whole_tables(target: TargetModel, noise: Noise) -> TargetTables:
-    """Embedding and head of the whole vocabulary, which a drafter reads on rank 0.
-
-    Rows of other ranks are drawn here. In the head they are smaller: the drafter's best tokens are
-    then rank 0's own, which it can embed without the others; another rank's token would be a row of
-    zeros where sums are looped back, and all such rows would choose the same experts.
-    """
-    if target.shard.size == 1:
-        return TargetTables.shared(target)
-    tables = []
-    for name, own, factor in (
-        ("embedding", target.embedding, 1.0),
-        ("head", target.head, FAR_ROWS * target.config.hidden_size**-0.5),
-    ):
-        whole = own.new_empty(target.config.vocab_size, own.shape[1])
-        for first in range(0, len(whole), len(own)):
-            part = whole[first : first + len(own)]
-            part.copy_(noise.normal(f"{name}.{first}", tuple(own.shape))).mul_(factor)
-        whole[target.shard.slice_of(len(whole))] = own
-        tables.append(whole)
-    return TargetTables(embedding=tables[0], head=tables[1])
-
-
-def fill(caches: Sequence[Tensor], noise: Noise) -> None:
-    """Caches of numbers as if text had been read; those of bytes (fp8) keep their zeros."""
-    for layer, cache in enumerate(caches):
-        if cache.is_floating_point():
-            flat = cache.view(-1)
-            step = POOL_NUMBERS[noise.device.type]
-            for first in range(0, len(flat), step):
-                part = flat[first : first + step]
-                part.copy_(noise.normal(f"cache.{layer}.{first}", tuple(part.shape)))
-
-
-def _cut(shape: Shape, part: Part) -> Shape:
-    """The shape of some rows and columns."""
-    slices = (part.rows, part.cols)[: len(shape)]
-    cut = [
-        len(range(*(which or slice(None)).indices(size)))
-        for size, which in zip(shape, slices, strict=False)
-    ]
-    return (*cut, *shape[len(cut) :])
-
-
-def _run(pool: Tensor, name: str, shape: Shape) -> Tensor:
-    """Numbers of a pool from a place on that the name gives, from its start again at its end."""
-    count, size = math.prod(shape), len(pool)
-    place = zlib.crc32(name.encode())
-    if count <= size // 2:
-        start = place % (size - count)
-        return pool[start : start + count].view(shape)
-    start, out, done = place % size, torch.empty(count, dtype=pool.dtype, device=pool.device), 0
-    while done < count:
-        piece = pool[start : start + count - done]
-        out[done : done + len(piece)] = piece
-        done, start = done + len(piece), 0
-    return out.view(shape)

@@ -135,11 +135,14 @@ def _check_told_shapes(checkpoint: Checkpoint, config: ModelConfig) -> None:
                 )
 
 
-def bytes_to_read(checkpoint: Checkpoint, config: ModelConfig, shard: Shard) -> int:
-    """Bytes of the files that a rank reads: its rows, whole where it takes columns of them."""
+def bytes_to_read(
+    checkpoint: Checkpoint, config: ModelConfig, shard: Shard, *, whole_rows: bool = True
+) -> int:
+    """Bytes that a rank reads: its rows, whole where it takes columns of them; else those alone."""
     total = 0
     for needed in needed_tensors(config):
-        share = shard.size if needed.splits_outputs else 1
+        is_split = needed.splits_outputs or (needed.splits_inputs and not whole_rows)
+        share = shard.size if is_split else 1
         for name in _stored_names(checkpoint, needed):
             stored = checkpoint.find(name)
             total += (stored.end - stored.start) // share

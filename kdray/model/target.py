@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdray.config import LoadFormat
 from kdray.errors import ConfigError
 from kdray.kernels.ops import Ops
 from kdray.model.batch import ForwardBatch, TargetOutput
-from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
+from kdray.model.dummy_weights import target_tensors
 from kdray.model.layers import RmsNorm
 from kdray.model.manifest import bytes_to_read, check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE, PackedMoE
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
-from kdray.model.placed import PlacedCheckpoint
 from kdray.model.progress import LoadProgress
 from kdray.model.rope import Rope
+from kdray.model.weight_source import weight_source
 from kdray.model.weights import WeightReader, load_threads
 
 # The epsilon of the q_a and kv_a norms is not in config.json: the family's own code uses this one.
@@ -72,6 +73,7 @@ class TargetModel:
         norm_eps_qkv: float | None = None,
         taps: Sequence[int] = (),
         threads: int | None = None,
+        load_format: LoadFormat = "auto",
     ) -> TargetModel:
         """Read this rank's part of a model folder, by several threads for a GPU.
 
@@ -81,15 +83,16 @@ class TargetModel:
         config = ModelConfig.from_folder(folder)
         check_shard(config, shard)
         _check_taps(config, taps)
-        checkpoint = Checkpoint.open(folder)
+        source = weight_source(load_format)
+        checkpoint = source.open(folder, target_tensors(config))
         check_checkpoint(checkpoint, config, shard)
         device = _with_index(torch.device(device))
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
         threads = threads or load_threads(device)
-        total = bytes_to_read(checkpoint, config, shard)
+        total = bytes_to_read(checkpoint, config, shard, whole_rows=source.has_whole_rows)
         with (
-            LoadProgress(total, f"weights of rank {shard.rank}") as progress,
-            closing(PlacedCheckpoint(checkpoint, device, progress.add, threads)) as placed,
+            LoadProgress(total, f"{source.what} of rank {shard.rank}") as progress,
+            closing(source.place(checkpoint, device, progress.add, threads)) as placed,
         ):
             reader = WeightReader(
                 checkpoint=placed,

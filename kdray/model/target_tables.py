@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kdray.config import LoadFormat
 from kdray.errors import ConfigError
-from kdray.model.checkpoint import Checkpoint
 from kdray.model.config import ModelConfig
-from kdray.model.placed import PlacedCheckpoint
+from kdray.model.dummy_weights import target_tensors
 from kdray.model.target import TargetModel
+from kdray.model.weight_source import weight_source
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,13 +35,21 @@ class TargetTables:
         return cls(embedding=target.embedding, head=target.head)
 
     @classmethod
-    def read(cls, folder: str | Path, dtype: torch.dtype, device: torch.device) -> TargetTables:
+    def read(
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+    ) -> TargetTables:
         """Copies of both tables from the target's folder."""
         config = ModelConfig.from_folder(folder)
-        checkpoint = PlacedCheckpoint(Checkpoint.open(folder), device)
+        source = weight_source(load_format)
         shape = (config.vocab_size, config.hidden_size)
         tables = []
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            checkpoint.require(name, shape)
-            tables.append(checkpoint.tensor(name).to(device, dtype))
+        opened = source.open(folder, target_tensors(config))
+        with closing(source.place(opened, device)) as checkpoint:
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):
+                checkpoint.require(name, shape)
+                tables.append(checkpoint.tensor(name).to(device, dtype))
         return cls(embedding=tables[0], head=tables[1])

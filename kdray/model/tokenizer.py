@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kdray.config import LoadFormat
 from kdray.errors import CheckpointError, InvalidRequest
-from kdray.model.vocabulary import Vocabulary, read_vocabulary
+from kdray.model.stand_in import CHAT_TEMPLATE, stand_in
+from kdray.model.vocabulary import Vocabulary, has_vocabulary, read_vocabulary
 
 # Byte pair merging is quadratic in the length of an unbroken run: cut as Kimi's own code does.
 _MAX_CHARACTERS = 400_000
@@ -35,14 +37,17 @@ class Tokenizer:
         self.chat_template = chat_template
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
+    def from_folder(cls, folder: str | Path, load_format: LoadFormat = "auto") -> Tokenizer:
         """Read tiktoken.model or tokenizer.json with tokenizer_config.json beside it.
 
+        load_format: "dummy" is content with a folder that has neither (kdray.model.stand_in).
         Raises CheckpointError; fetches nothing.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder: no tokenizer to read")
+        if load_format == "dummy" and not has_vocabulary(folder):
+            return cls(stand_in(folder), CHAT_TEMPLATE)
         vocabulary = read_vocabulary(folder)
         return cls(vocabulary, _chat_template(folder, vocabulary.config))
 

@@ -73,6 +73,10 @@ class Vocabulary:
     config: dict[str, Any]
 
 
+def has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tiktoken.model", "tokenizer.json"))
+
+
 def read_vocabulary(folder: Path) -> Vocabulary:
     """The vocabulary of a folder; CheckpointError says which file is missing or wrong."""
     config = _read_json(folder / "tokenizer_config.json", required=False)

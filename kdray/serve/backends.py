@@ -15,6 +15,7 @@ from ray.util import get_current_placement_group
 
 from kdray.actors.room import Room
 from kdray.actors.supervised import SupervisedEngine
+from kdray.config import LoadFormat
 from kdray.engine import resolve
 from kdray.errors import PlacementError
 from kdray.serve.app import ServeLimits
@@ -31,10 +32,11 @@ log = logging.getLogger("kdray.serve")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """What the endpoint serves: the id that clients write, where its tokenizer lies, who may use it
-    and how much."""
+    and how much. load_format: as EngineConfig.load_format."""
 
     name: str
     tokenizer_folder: Path
+    load_format: LoadFormat = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)
     keys: KeyRing = field(default_factory=KeyRing)
 
@@ -83,6 +85,7 @@ class Hosted:
         model = ServedModel(
             name=arguments.hosting.served_name or facts.name,
             tokenizer_folder=facts.target,
+            load_format=arguments.config.load_format,
             limits=arguments.limits,
             keys=keys,
         )

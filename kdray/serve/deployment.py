@@ -59,7 +59,7 @@ class Endpoint:
         """Called by Ray Serve once, behind the constructor."""
         show_logs()
         self._engine, model = await self._backend.open()
-        tokenizer = Tokenizer.from_folder(model.tokenizer_folder)
+        tokenizer = Tokenizer.from_folder(model.tokenizer_folder, model.load_format)
         app = build_app(self._engine, tokenizer, model.name, model.limits, model.keys)
         if self._door is not None:
             await self._door.open(app, listening_host())

@@ -18,33 +18,23 @@ from step_predict import HITS, OFF_PATH, RTX, SIBLINGS, MeasuredRound, predictio
 from step_rank import Rank, WatchedOps, temporary_folders
 from step_ranks import Loopback
 from step_rows import StepCase, requests_of
+from step_tables import FAR_ROWS, whole_tables
 from step_time import Span, last_half, op_of, time_by_op
 from step_travel import Mutable
 from torch import Tensor
 
 from kdray.core.acceptance import AcceptanceProfile
 from kdray.core.plan import DeviceVerified, Verified
-from kdray.kernels.moe_layout import unpack
 from kdray.kernels.ops import RoutingRule
 from kdray.kernels.reference import ReferenceOps
-from kdray.model.config import ModelConfig
-from kdray.model.dummy_weights import FAR_ROWS, Noise, RandomCheckpoint
-from kdray.model.int4 import read_linear
-from kdray.model.manifest import needed_tensors
-from kdray.model.packed_experts import are_packed, read_experts
 from kdray.model.parallel import Shard
+from kdray.model.target import TargetModel
 from tests.thread_ranks import Meeting, ThreadCollectives
 
 CPU = torch.device("cpu")
 ASSUMED = AcceptanceProfile.of(HITS, SIBLINGS, OFF_PATH, len(HITS))
 SMALL = ["--device", "cpu", "--tiny", "--layers", "2", "--kv-tokens", "4000", "--page-size", "16",
          "--round-context", "40", "--replays", "2", "--seconds", "1e9"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def config() -> ModelConfig:
-    with temporary_folders(layers=2, tiny=True) as (target, _):
-        return ModelConfig.from_folder(target)
 
 
 def rows_of(text: str, part: str) -> list[dict[str, Any]]:
@@ -200,36 +190,17 @@ def test_watched_ops_tell_what_was_chosen_while_watched() -> None:
     assert step_time.distinct_experts(chosen) == [len(set(expert.flatten().tolist()))]
 
 
-def test_random_weights_are_whole_and_of_even_size(config: ModelConfig) -> None:
-    noise = Noise(CPU)
-    checkpoint = RandomCheckpoint.of_target(config, noise)
-    for needed in needed_tensors(config):
-        if needed.is_linear:
-            weight = read_linear(checkpoint, needed.name).float()
-            assert weight.shape == needed.shape
-            assert weight.std() * needed.shape[1] ** 0.5 == pytest.approx(1.0, abs=0.15)
-        else:
-            assert checkpoint.tensor(needed.name).shape == needed.shape
-    own = checkpoint.tensor("lm_head.weight", slice(0, 8))
-    kept = own.clone()
-    own.zero_()  # no part of a pool
-    assert torch.equal(checkpoint.tensor("lm_head.weight", slice(0, 8)), kept)
-
-
-def test_random_experts_pack(config: ModelConfig) -> None:
-    checkpoint = RandomCheckpoint.of_target(config, Noise(CPU))
-    root = "model.layers.1.mlp"
-    assert are_packed(checkpoint, config, root)
-    packed = read_experts(checkpoint, config, Shard(0, 8), root, CPU)
-    assert packed.num_experts == 8 and packed.inner == 32
-    weights = unpack(packed.down)
-    assert set(weights.q.unique().tolist()) == set(range(-7, 8))
-    assert weights.scale.isfinite().all() and not torch.equal(packed.down[0], packed.down[1])
-
-
 def test_the_far_rows_of_a_head_never_win() -> None:
-    numbers = Noise(CPU).normal("head", (4096, 8)).float()
-    assert (FAR_ROWS * numbers).abs().max() < numbers.abs().max() / 3
+    with temporary_folders(layers=2, tiny=True) as (folder, _):
+        ops = ReferenceOps(CPU)
+        target = TargetModel.load(folder, ops=ops, shard=Shard(1, 4), load_format="dummy")  # type: ignore[arg-type]
+        tables = whole_tables(target, folder)
+    own = slice(128, 256)
+    assert torch.equal(tables.embedding[own], target.embedding)
+    assert torch.equal(tables.head[own], target.head)
+    far = torch.cat([tables.head[:128], tables.head[256:]])
+    assert 0 < far.abs().max() < target.head.abs().max() / 2
+    assert float(far.std() / target.head.std()) == pytest.approx(FAR_ROWS, rel=0.05)
 
 
 @pytest.mark.parametrize(

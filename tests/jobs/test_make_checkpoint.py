@@ -72,6 +72,14 @@ def test_it_loads_whole_and_in_parts_and_runs(tmp_path: Path) -> None:
     assert drafter.depth == 7 and set(drafter.taps) <= {0, 1, 2}
 
 
+def test_configs_alone(tmp_path: Path) -> None:
+    whole = write(tmp_path / "k", "--drafter", str(tmp_path / "d"))
+    alone = write(tmp_path / "k2", "--drafter", str(tmp_path / "d2"), "--config-only")
+    for folder, same in ((alone, whole), (tmp_path / "d2", tmp_path / "d")):
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert (folder / "config.json").read_text() == (same / "config.json").read_text()
+
+
 def test_numbers_depend_on_names_and_seed_alone(tmp_path: Path) -> None:
     few, many = write(tmp_path / "few", "--shards", "2"), write(tmp_path / "many", "--shards", "9")
     other = write(tmp_path / "other", "--shards", "2", "--seed", "1")
