@@ -29,7 +29,12 @@ class StandInCodec:
         self._special = special
         ids = (token for token in range(size) if token not in special)
         self._of_byte = [token for _, token in zip(range(BYTES), ids, strict=False)]
-        self._byte_of = {token: byte for byte, token in enumerate(self._of_byte)}
+        # Not what rings a terminal's bell.
+        self._text = {
+            token: chr(byte)
+            for byte, token in enumerate(self._of_byte)
+            if chr(byte).isprintable() or chr(byte).isspace()
+        }
 
     def is_plain(self, token: int) -> bool:
         return token not in self._special
@@ -40,8 +45,7 @@ class StandInCodec:
         return [ids[byte % len(ids)] for byte in text.encode("utf-8", errors="replace")]
 
     def token_bytes(self, token: int) -> bytes:
-        byte = self._byte_of.get(token)
-        return (f" {token}" if byte is None else chr(byte)).encode()
+        return self._text.get(token, f" {token}").encode()
 
 
 def stand_in(folder: Path) -> Vocabulary:

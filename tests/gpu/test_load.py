@@ -1,4 +1,4 @@
-"""Weights on a GPU are those of the file, and take what was planned."""
+"""Weights on a GPU are those of the file, or drawn there, and take what was planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobs import make_checkpoint
-from kdray.config import EngineConfig
+from kdray.config import EngineConfig, LoadFormat
 from kdray.facts import resolve
 from kdray.kernels.ops import load_ops
 from kdray.kernels.reference_moe import weights_of
@@ -78,8 +78,34 @@ def test_packed_experts_are_the_checkpoints(device: torch.device, folder: Path) 
         assert torch.equal(down.T, on_cpu.down[expert])  # type: ignore[union-attr]
 
 
+def test_ranks_draw_parts_of_one_model(device: torch.device, folder: Path) -> None:
+    whole, *halves = (
+        TargetModel.load(
+            folder,
+            ops=load_ops(device),
+            shard=shard,
+            dtype=torch.bfloat16,
+            device=device,
+            load_format="dummy",
+        )
+        for shard in (Shard(), Shard(0, 2), Shard(1, 2))
+    )
+    assert torch.equal(torch.cat([half.head for half in halves]), whole.head)
+    own, *parts = (model.layers[4].mlp.experts for model in (whole, *halves))  # type: ignore[union-attr]
+    for expert in (0, 63):
+        gate, up, down = weights_of(own, expert)
+        split = [weights_of(part, expert) for part in parts]
+        assert torch.equal(torch.cat([part[0] for part in split]), gate)
+        assert torch.equal(torch.cat([part[1] for part in split]), up)
+        assert torch.equal(torch.cat([part[2] for part in split], dim=1), down)
+        assert gate.std() > 0 and not torch.equal(gate, up)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_take_what_was_planned(device: torch.device, folder: Path, ranks: int) -> None:
+def test_weights_take_what_was_planned(
+    device: torch.device, folder: Path, ranks: int, load_format: LoadFormat
+) -> None:
     config = EngineConfig(model=str(folder), tp=ranks, max_requests=1, max_model_len=64)
     facts = resolve(config)
     planned = plan_of_start(config, facts, 0).weights
@@ -91,6 +117,7 @@ def test_weights_take_what_was_planned(device: torch.device, folder: Path, ranks
         shard=Shard(0, ranks),
         dtype=facts.dtype,
         device=device,
+        load_format=load_format,
     )
     taken = torch.cuda.memory_allocated(device) - before
     assert len(model.layers) == 6
