@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the README's tables from the results files, between their marks.
+"""Writes the README's headline and tables from the results files, between their marks.
 
 python benchmarks/tables.py            # rewrite README.md
 python benchmarks/tables.py --check    # exit 1 where README.md differs from the results
@@ -34,17 +34,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_tables(text: str) -> str:
-    """The text with every marked table made anew from its results file."""
-    for name, make in TABLES.items():
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
+    """The text with every marked part made anew from its results files."""
+    for name, (files, make) in PARTS.items():
+        paths = [RESULTS / f"{file}.json" for file in files]
+        if not all(path.exists() for path in paths):
             continue
-        table = make(json.loads(path.read_text(encoding="utf-8")))
+        part = make(*(json.loads(path.read_text(encoding="utf-8")) for path in paths))
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             raise SystemExit(f"README.md has no place marked <!-- {name} --> .. <!-- /{name} -->")
-        text = pattern.sub(lambda found, table=table: found[1] + table + found[2], text)
+        text = pattern.sub(lambda found, part=part: found[1] + part + found[2], text)
     return text
+
+
+def headline(rounds: Record, trees: Record) -> str:
+    """What trees gain over plain decoding, and what a batch of them costs to build."""
+    speed: dict[int, dict[str, float]] = {}
+    for row in rounds["rows"]:
+        params = row["params"]
+        if params["model"] == "demo" and params["graphs"]:
+            best = speed.setdefault(params["batch"], {})
+            mode, rate = params["mode"], row["metrics"]["tokens_per_s"]
+            best[mode] = max(rate, best.get(mode, 0.0))
+    one, most = min(speed), max(speed)
+    built = max(_trees(trees), key=lambda row: (row["params"]["batch"], row["params"]["budget"]))
+    params, metrics = built["params"], built["metrics"]
+    return (
+        f"On **{hardware(rounds)}** the demo model decodes **{_gain(speed[one]):.1f} times** as "
+        f"fast with trees as plainly at batch {one} ({speed[one]['tree']:,.0f} for "
+        f"{speed[one]['plain']:,.0f} tokens/s) and {_gain(speed[most]):.1f} times at batch {most} "
+        f"({speed[most]['tree']:,.0f} for {speed[most]['plain']:,.0f}). The trees of "
+        f"{params['batch']} requests at budget {params['budget']} are built in "
+        f"**{metrics['graph_us']:.1f} us**, where a heap on the CPU takes "
+        f"{metrics['cpu_ms']:.1f} ms.\n"
+    )
+
+
+def _gain(speed: dict[str, float]) -> float:
+    return speed["tree"] / speed["plain"]
 
 
 def decode_table(record: Record) -> str:
@@ -77,13 +104,7 @@ def decode_table(record: Record) -> str:
 
 def tree_table(record: Record) -> str:
     """The tree builder against the host's, L 7: twelve rows of batch and budget."""
-    rows = [
-        row
-        for row in record["rows"]
-        if row["params"]["depth"] == 7
-        and row["params"]["budget"] in (8, 16, 32)
-        and "cpu_ms" in row["metrics"]
-    ]
+    rows = _trees(record)
     lines = [
         f"Draft trees with masks, positions and links, L 7, {hardware(record)}, in a CUDA graph "
         "(`jobs/bench_tree_build.py`). Stream: issued from Python, one call after another. CPU: "
@@ -153,6 +174,17 @@ def step_table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _trees(record: Record) -> list[dict[str, Any]]:
+    """The rows that a host's builder was timed for as well, of budgets that are used."""
+    return [
+        row
+        for row in record["rows"]
+        if row["params"]["depth"] == 7
+        and row["params"]["budget"] in (8, 16, 32)
+        and "cpu_ms" in row["metrics"]
+    ]
+
+
 def hardware(record: Record) -> str:
     facts = record["hardware"]
     if facts["gpus"]:
@@ -173,11 +205,12 @@ def _way_name(mode: str, budget: int) -> str:
     }[mode]
 
 
-TABLES: dict[str, Callable[[Record], str]] = {
-    "decode-cpu": decode_table,
-    "tree_build-h200": tree_table,
-    "round-h200": round_table,
-    "step-h200": step_table,
+PARTS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "headline": (("round-h200", "tree_build-h200"), headline),
+    "decode-cpu": (("decode-cpu",), decode_table),
+    "tree_build-h200": (("tree_build-h200",), tree_table),
+    "round-h200": (("round-h200",), round_table),
+    "step-h200": (("step-h200",), step_table),
 }
 
 if __name__ == "__main__":
