@@ -77,8 +77,8 @@ def test_a_wanted_child_is_accepted_and_a_child_by_chance_is_not() -> None:
     token = torch.tensor([[5, 10, 11, 12, 13, 9]], dtype=torch.int32).repeat(400, 1)
     trees = DraftTrees(
         token=token,
-        parent=torch.tensor([[-1, 0, 0, 0, 1, 0]], dtype=torch.int32).repeat(400, 1),
-        depth=torch.tensor([[0, 1, 1, 1, 2, 1]], dtype=torch.int32).repeat(400, 1),
+        parent=torch.tensor([[-1, 0, 0, 0, 1, 99]], dtype=torch.int32).repeat(400, 1),
+        depth=torch.tensor([[0, 1, 1, 1, 2, 99]], dtype=torch.int32).repeat(400, 1),
         score=token,
         mask=token[:, :, None],
         num_nodes=torch.full((400,), 5, dtype=torch.int32),

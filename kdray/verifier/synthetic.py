@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.acceptance import AcceptanceProfile
@@ -53,11 +55,7 @@ class AssumedTokens:
     n-th child of a node is the n-th candidate of its depth."""
 
     def __init__(self, profile: AcceptanceProfile, vocab: int, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._draws = torch.rand(DRAWS, generator=generator).to(device)
-        on, behind = profile.marginals.cumsum(axis=1), profile.behind_siblings.cumsum(axis=1)
-        self._on = torch.from_numpy(on).float().to(device)
-        self._behind = torch.from_numpy(behind).float().to(device)
+        self._paths = torch.from_numpy(_paths(profile)).to(device)
         self._vocab = vocab
 
     def tokens(self, trees: DraftTrees, said: Tensor, place: Tensor, seed: Tensor) -> Tensor:
@@ -70,22 +68,29 @@ class AssumedTokens:
         is_draft = (trees.parent >= 0) & (
             torch.arange(nodes, device=said.device) < trees.num_nodes[:, None]
         )
-        parent = trees.parent.long().clamp_min(0)
-        wanted = self._ranks(place, seed).gather(1, (trees.depth.long() - 1).clamp_min(0))
+        parent = trees.parent.long().clamp(0, nodes - 1)  # nodes of padding may say anything
+        path = self._paths[(seed % DRAWS * SEED_STRIDE + place) % DRAWS]
+        wanted = path.gather(1, (trees.depth.long() - 1).clamp(0, path.shape[1] - 1))
         accepted = is_draft & (_sibling_rank(parent, is_draft) == wanted)
         behind = said.gather(1, parent)
         by_chance = is_draft & (trees.token == behind)
         missed = _to_parents(parent, by_chance, (behind + 1) % self._vocab, said)
         return _to_parents(parent, accepted, trees.token, missed)
 
-    def _ranks(self, place: Tensor, seed: Tensor) -> Tensor:
-        """[R, L] int64: the candidate that holds at each depth, W where none does."""
-        depth = torch.arange(1, len(self._on) + 1, device=place.device)
-        start = (seed % DRAWS) * SEED_STRIDE + place
-        draw = self._draws[(start[:, None] + depth) % DRAWS][:, :, None]
-        on = (draw >= self._on).sum(dim=2)
-        first_so_far = torch.cat([on.new_zeros(len(on), 1), on[:, :-1]], dim=1).cumsum(dim=1) == 0
-        return torch.where(first_so_far, on, (draw >= self._behind).sum(dim=2))
+
+def _paths(profile: AcceptanceProfile) -> NDArray[np.int64]:
+    """[DRAWS, L]: from every place on, the candidate that holds at each depth; W where none does.
+
+    A place's draw is the same whatever place a step starts from.
+    """
+    draws = np.random.default_rng(0).random(DRAWS)
+    depth = np.arange(1, len(profile.marginals) + 1)
+    draw = draws[(np.arange(DRAWS)[:, None] + depth) % DRAWS][:, :, None]
+    on = (draw >= profile.marginals.cumsum(axis=1)).sum(axis=2)
+    behind = (draw >= profile.behind_siblings.cumsum(axis=1)).sum(axis=2)
+    others_before = (on != 0).cumsum(axis=1) - (on != 0)
+    paths: NDArray[np.int64] = np.where(others_before == 0, on, behind)
+    return paths
 
 
 def _sibling_rank(parent: Tensor, is_draft: Tensor) -> Tensor:
