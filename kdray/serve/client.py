@@ -14,6 +14,7 @@ from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed, KdrayError, RankFailed
+from kdray.serve.calls import call_apart
 from kdray.serve.engine import EngineInfo, RequestDelta
 from kdray.serve.profiles import DriverProfiles
 
@@ -37,6 +38,7 @@ class DriverClient:
         self.events = EventCounters()
         self.profiles = DriverProfiles(driver)
         self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
+        self._asking: dict[str, asyncio.Future[Any]] = {}  # submits without an answer yet
         self._failure: str | None = None
         # Called here, before any submit can be: a stream tells what follows its call.
         self._stream: AsyncIterator[Awaitable[StepMessage]] = driver.outputs.options(
@@ -63,9 +65,12 @@ class DriverClient:
         if self._failure is not None:
             raise EngineClosed(self._failure)
         self._queues[request_id] = asyncio.Queue()  # first: outputs may overtake the answer
+        arguments = (request_id, tuple(prompt), sampling, tuple(delivered))
+        asking = asyncio.ensure_future(_result(call_apart(self._driver.submit, *arguments)))
+        self._asking[request_id] = asking
+        asking.add_done_callback(lambda _: self._asking.pop(request_id, None))
         try:
-            submit: Any = self._driver.submit
-            await _result(submit.remote(request_id, tuple(prompt), sampling, tuple(delivered)))
+            await asyncio.shield(asking)  # who waits no longer has asked all the same
         except Exception:
             self._queues.pop(request_id, None)
             raise
@@ -81,8 +86,11 @@ class DriverClient:
 
     async def abort(self, request_id: str) -> None:
         self._queues.pop(request_id, None)
+        asking = self._asking.get(request_id)
+        if asking is not None:  # Ray may run the later call first, which would find nothing
+            await asyncio.wait({asking})
         if self._failure is None:
-            await _result(self._driver.abort.remote(request_id))
+            await _result(call_apart(self._driver.abort, request_id))
 
     async def stats(self) -> DriverStats:
         return DriverStats(**await _result(self._driver.stats.remote()))

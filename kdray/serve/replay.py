@@ -22,6 +22,7 @@ from kdray.core.events import EventCounters
 from kdray.core.request import SamplingParams
 from kdray.driver.step_loop import DriverStats
 from kdray.errors import EngineClosed, GangError, KdrayError
+from kdray.serve.calls import call_apart
 from kdray.serve.client import DriverClient
 from kdray.serve.engine import EngineInfo, ProfileControl, RequestDelta
 
@@ -160,7 +161,7 @@ class ReplayingClient:
     async def _next(self, lost: _Link | None) -> _Link:
         """The link behind a lost one. Raises EngineClosed where there will be none."""
         if lost is not None and self._failure is None:
-            self._supervisor.lost.remote(lost.number)
+            call_apart(self._supervisor.lost, lost.number)
         async with self._changed:
             await self._changed.wait_for(lambda: self._link is not lost or self._failure)
         if self._failure is not None:

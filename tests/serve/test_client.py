@@ -127,6 +127,46 @@ def test_an_abort_reaches_the_driver() -> None:
     run(scenario)
 
 
+def test_an_abort_does_not_overtake_its_submit() -> None:
+    """Ray may run two calls of an actor in either order; here a submit lasts until it is let go."""
+
+    async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+        taken = driver.submit
+
+        async def submit(*arguments: Any) -> None:
+            arrived.set()
+            await go_on.wait()
+            await taken(*arguments)
+
+        driver.submit = submit  # type: ignore[method-assign]
+        submitting = asyncio.create_task(client.submit("a", list(FOREVER), SAMPLING))
+        await arrived.wait()
+        submitting.cancel()  # as where a client leaves
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        aborting = asyncio.create_task(client.abort("a"))
+        assert await client.stats() == STATS  # a whole call later
+        assert (await driver.aborted(), aborting.done()) == ([], False)
+        go_on.set()
+        await aborting
+        assert (await driver.endless(), await driver.aborted()) == (1, ["a"])
+
+    run(scenario)
+
+
+def test_an_abort_behind_a_refused_submit_is_no_error() -> None:
+    async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
+        submitting = asyncio.create_task(client.submit("a", list(REFUSED), SAMPLING))
+        await asyncio.sleep(0)  # it has asked
+        await client.abort("a")
+        assert await driver.aborted() == ["a"]
+        with pytest.raises(InvalidRequest, match="never run"):
+            await submitting
+
+    run(scenario)
+
+
 def test_when_the_stream_fails_open_requests_end_with_the_cause() -> None:
     async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
         await client.submit("open", list(FOREVER), SAMPLING)
