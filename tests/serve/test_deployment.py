@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
@@ -20,9 +21,17 @@ from tests.serve.fakes import byte_tokenizer
 from tests.serve.http import events, free_port, wait_until
 
 
+class BusyDriver(ScriptedDriver):
+    """Takes a while over an abort: Ray's cancelling of the request that sent it comes meanwhile."""
+
+    async def abort(self, request_id: str) -> None:
+        await asyncio.sleep(0.1)
+        await super().abort(request_id)
+
+
 @pytest.fixture(scope="module")
 def driver(ray_cluster: None) -> Any:
-    return ray.remote(ScriptedDriver).options(num_cpus=0).remote()
+    return ray.remote(BusyDriver).options(num_cpus=0).remote()
 
 
 @pytest.fixture(scope="module")
