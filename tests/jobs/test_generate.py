@@ -14,9 +14,24 @@ from typing import Any
 import generate as generate_job
 import pytest
 
-from tests.serve.http import wait_until
-
 ROOT = Path(__file__).resolve().parents[2]
+# The job in a process that ends itself where the journal's fourth line is written.
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, "jobs")
+import generate
+from batch_journal import Journal
+
+add = Journal.add
+
+def add_and_end(self, number, record):
+    add(self, number, record)
+    if len(self.done) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.add = add_and_end
+sys.exit(generate.main(sys.argv[1:]))
+"""
 
 
 def generate(*options: str) -> subprocess.CompletedProcess[str]:
@@ -119,22 +134,19 @@ def test_what_is_wrong_is_said_in_one_line(
 
 
 def test_a_batch_that_was_killed_in_the_middle_of_a_line_goes_on(tmp_path: Path) -> None:
-    """kill -9 behind a few lines, the last of them cut: the whole equals an undisturbed run's."""
+    """kill -9 behind four lines, the last of them cut: the whole is what was asked for."""
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": f"How much is {n} + 30?"} for n in range(12)]
     prompts.write_text("\n".join(map(json.dumps, lines)) + "\n")
     files = ("--input", str(prompts), "--output", str(results), "--max-requests", "2")
-    command = [sys.executable, "jobs/generate.py", "--device", "cpu", "--threads", "1", *files]
+    command = [sys.executable, "-c", KILLED, "--device", "cpu", "--threads", "1", *files]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     partial = tmp_path / "out.jsonl.partial"
-    with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
-        wait_until(lambda: partial.exists() and len(partial.read_bytes().split(b"\n")) > 4, 200)
-        process.kill()
-        process.wait()
     partial.write_bytes(partial.read_bytes()[:-9])
     done = generate(*files)
     assert done.returncode == 0, done.stderr
-    assert " of 12 lines were done before" in done.stderr
+    assert "3 of 12 lines were done before" in done.stderr
     written = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["prompt"] for line in written] == [line["prompt"] for line in lines]
     assert [str(n + 30) in line["text"] for n, line in enumerate(written)].count(True) >= 10
