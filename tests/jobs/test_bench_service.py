@@ -31,7 +31,7 @@ def vllm_like(fail_every: int = 0) -> FastAPI:
         return {"data": [{"id": "other"}]}
 
     @app.post("/v1/chat/completions")
-    def chat(body: dict[str, Any]) -> Any:
+    async def chat(body: dict[str, Any]) -> Any:  # in the loop: threads would share the count
         nonlocal asked
         assert body["model"] == "other"
         asked += 1
