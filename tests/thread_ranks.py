@@ -27,6 +27,10 @@ class Meeting:
         self._barrier.wait(_TIMEOUT_S)
         return parts
 
+    def abort(self) -> None:
+        """Somebody leaves: who waits now or later gets BrokenBarrierError."""
+        self._barrier.abort()
+
 
 @dataclass(frozen=True)
 class ThreadCollectives:
