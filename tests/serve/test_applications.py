@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 from ray import serve
 from ray.serve._private.build_app import build_app as build_serve_app
 
@@ -14,7 +13,8 @@ from kdray.config import EngineConfig
 from kdray.errors import ConfigError
 from kdray.serve import applications
 from kdray.serve.arguments import Hosting, parse_arguments
-from tests.serve.http import free_port, wait_until
+from tests.actors.test_gang import wait_until_gone
+from tests.serve.http import free_port
 
 
 def options_of(args: dict[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def test_it_serves_drains_and_leaves_nothing(ray_cluster: None) -> None:
         url = f"http://127.0.0.1:{port}"
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
         assert "42" in answer["choices"][0]["message"]["content"]
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+        assert httpx.get(f"{url}/v1/models", timeout=120).json()["data"][0]["id"] == "demo"
         story = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         direct = f"http://127.0.0.1:{direct_port}/v1/completions"
         with httpx.stream("POST", direct, json=story, timeout=120) as told:
@@ -111,4 +111,4 @@ def test_it_serves_drains_and_leaves_nothing(ray_cluster: None) -> None:
     finally:
         serve.delete("kdray-hosted")
         serve.shutdown()
-    wait_until(lambda: ray.available_resources() == ray.cluster_resources(), 60)
+    wait_until_gone()
