@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -61,12 +63,21 @@ def served(app: FastAPI) -> Iterator[str]:
 
 
 def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody gets who does not ask for it by its number.
+
+    A port that the system picks (bind to 0) it gives to the next who lets it pick, and Ray's
+    processes do that before the one that is to have it listens.
+    """
+    picked_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    last = picked_from if picked_from > 12_000 else 30_000  # there the system may pick any port
+    for port in random.SystemRandom().sample(range(last - 10_000, last), 500):
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come true in time"

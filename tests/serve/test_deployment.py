@@ -57,6 +57,10 @@ def complete(address: str, prompt: str, **members: Any) -> httpx.Response:
     return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
 
 
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=60)
+
+
 def test_a_whole_completion(address: str) -> None:
     answer = complete(address, "hello").json()
     assert answer["choices"][0]["text"] == "hello"
@@ -76,15 +80,15 @@ def test_a_refusal_by_the_driver(address: str) -> None:
 
 def test_errors_of_the_framework_keep_openai_s_shape(address: str) -> None:
     for response, status in (
-        (httpx.get(f"{address}/nowhere"), 404),
-        (httpx.get(f"{address}/v1/completions"), 405),
+        (get(f"{address}/nowhere"), 404),
+        (get(f"{address}/v1/completions"), 405),
     ):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_metrics_of_the_driver(address: str) -> None:
-    assert "kdray_steps_total 12" in httpx.get(f"{address}/metrics").text
+    assert "kdray_steps_total 12" in get(f"{address}/metrics").text
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -109,6 +113,6 @@ def test_a_driver_that_fails_ends_what_is_open_and_turns_the_rest_away(
     failed = complete(addresses["direct"], FATAL.decode())
     assert "rank 1 died" in failed.json()["error"]["message"]
     for address in addresses.values():
-        response = httpx.get(f"{address}/health")
+        response = get(f"{address}/health")
         assert response.status_code == 503
         assert "rank 1 died" in response.json()["error"]["message"]

@@ -39,7 +39,7 @@ def test_what_is_open_ends_and_nothing_new_comes_in(app_of: BuildApp) -> None:
         door = direct.DirectDoor(port, drain_s=30.0)
         await door.open(app_of(engine), HOST)
         async with (
-            httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client,
+            httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=60) as client,
             client.stream("POST", "/v1/completions", json=BODY) as answer,
         ):
             lines = answer.aiter_lines()
@@ -60,7 +60,7 @@ def test_what_does_not_end_is_cut_off_and_aborted(app_of: BuildApp) -> None:
         engine, port = FakeEngine(running("a")), free_port()
         door = direct.DirectDoor(port, drain_s=1.0)
         await door.open(app_of(engine), HOST)
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=60) as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 async with client.stream("POST", "/v1/completions", json=BODY) as answer:
                     lines = answer.aiter_lines()

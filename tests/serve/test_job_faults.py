@@ -103,15 +103,16 @@ def test_a_stream_outlives_its_gang_and_the_job_does_not_outlive_its_engine(
     usage = disturbed[-1]["usage"]
     assert usage["completion_tokens"] == 220
     assert usage["prompt_tokens"] == undisturbed[-1]["usage"]["prompt_tokens"]
-    assert "kdray_restarts_total 1" in httpx.get(f"{address}/metrics").text
+    assert "kdray_restarts_total 1" in httpx.get(f"{address}/metrics", timeout=60).text
 
     broken = stream(address, kill_rank_1)
     assert text(undisturbed).startswith(text(broken[:-1]))
     assert "process of rank 1 ended" in broken[-1]["error"]["message"]
-    health = httpx.get(f"{address}/health")
+    health = httpx.get(f"{address}/health", timeout=60)
     assert health.status_code == 503
     assert "given up after 1 restarts" in health.json()["error"]["message"]
-    assert httpx.post(f"{address}/v1/completions", json=BODY).status_code == 503
+    refused = httpx.post(f"{address}/v1/completions", json=BODY, timeout=60)
+    assert refused.status_code == 503
     assert process.wait(timeout=120) == 1
     lines = said.read_text()
     assert lines.count("given up") == 1
