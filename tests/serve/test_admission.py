@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -88,27 +89,44 @@ def test_a_text_that_cannot_fit_is_refused_unread(app_of: BuildApp, make: Any) -
     assert f"takes {MAX_MODEL_LEN}" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("asked", [{"timeout_s": 0.05}, {}])
+def let_an_hour_pass() -> None:
+    """On the clock of the event loop."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + 3600.0  # type: ignore[method-assign]
+
+
+class SlowEngine(FakeEngine):
+    """Takes an hour behind each step of its script."""
+
+    async def outputs(self, request_id: str) -> AsyncIterator[RequestDelta]:
+        async for delta in super().outputs(request_id):
+            yield delta
+            let_an_hour_pass()
+
+
+@pytest.mark.parametrize("asked", [{"timeout_s": 600}, {}])
 def test_a_request_that_takes_too_long(app_of: BuildApp, asked: dict[str, float]) -> None:
-    engine = FakeEngine(running("a"))
-    response = complete(app_of(engine, deadline_s=None if asked else 0.05), **asked)
+    engine = SlowEngine(running("a"))
+    response = complete(app_of(engine, deadline_s=None if asked else 600.0), **asked)
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "deadline_exceeded"
     assert engine.aborted == [engine.submitted[0][0]]
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(app_of: BuildApp) -> None:
-    engine = FakeEngine(running("a"))
-    response = complete(app_of(engine), stream=True, timeout_s=0.05)
+    engine = SlowEngine(running("a"))
+    response = complete(app_of(engine), stream=True, timeout_s=600)
     assert response.status_code == 200
-    first, last = [json.loads(e.removeprefix("data: ")) for e in response.text.split("\n\n")[:2]]
+    told = [block for block in response.text.split("\n\n") if block.startswith("data: ")]
+    first, last = [json.loads(block.removeprefix("data: ")) for block in told]
     assert first["choices"][0]["text"] == "a"
     assert last["error"]["code"] == "deadline_exceeded"
     assert engine.aborted == [engine.submitted[0][0]]
 
 
 def test_a_client_cannot_lengthen_the_server_s_time(app_of: BuildApp) -> None:
-    response = complete(app_of(FakeEngine(running("a")), deadline_s=0.05), timeout_s=3600)
+    response = complete(app_of(SlowEngine(running("a")), deadline_s=600.0), timeout_s=36_000)
     assert response.status_code == 408
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from starlette.types import Send
 
 from kdray.serve import streaming
 from kdray.serve.engine import RequestDelta
@@ -117,13 +118,19 @@ def test_an_error_after_the_first_byte_is_the_last_event(app_of: BuildApp) -> No
 
 
 def test_a_silent_stream_is_kept_alive(app_of: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
-    engine = FakeEngine()
+    engine, commented, send_part = FakeEngine(), asyncio.Event(), streaming._send_part
+
+    async def send(receiver: Send, body: bytes) -> None:
+        await send_part(receiver, body)
+        if body.startswith(b":"):
+            commented.set()
 
     async def outputs(_: str) -> AsyncIterator[RequestDelta]:
-        await asyncio.sleep(0.1)
+        await commented.wait()
         yield steps("a")[0]
 
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(streaming, "_send_part", send)
     engine.outputs = outputs  # type: ignore[method-assign]
     blocks = complete(app_of(engine), stream=True).text.split("\n\n")
     assert blocks[0] == ": waiting"
