@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from kdray.config import FaultPolicy
 from kdray.driver.watch import Pulse
 from tests.serve.test_client import Handle
 
-POLICY = FaultPolicy(pulse_every_s=0.01, pulse_timeout_s=0.1)
+POLICY = FaultPolicy(pulse_every_s=0.01)  # and patience: a pulse that comes is never too late
 WELL = Pulse(steps=7, in_step_s=0.5, deadline_s=20.0)
 LATE = Pulse(steps=7, in_step_s=21.0, deadline_s=20.0)
 
@@ -67,6 +68,7 @@ def find(
     pulse: Pulse | None = WELL,
     run: Awaitable[Any] | None = None,
     steps: int | None = 3,
+    policy: FaultPolicy = POLICY,
 ) -> Fault:
     gang: Any = SimpleNamespace(
         driver=Handle(Driver(ended, pulse)),
@@ -76,7 +78,7 @@ def find(
 
     async def bounded() -> Fault:
         async with asyncio.timeout(20):
-            return await fault_of(gang, POLICY)
+            return await fault_of(gang, policy)
 
     return asyncio.run(bounded())
 
@@ -117,5 +119,5 @@ def test_a_rank_that_does_not_say_how_far_it_is_is_named() -> None:
 
 
 def test_a_rank_0_that_does_not_answer_is_hung() -> None:
-    fault = find(pulse=None)
+    fault = find(pulse=None, policy=replace(POLICY, pulse_timeout_s=0.1))
     assert fault == Fault(kind=FaultKind.HUNG, cause="rank 0 has not answered for 0.1 s")
