@@ -120,9 +120,9 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
 
 
 def test_a_gang_that_does_not_fit_says_what_there_is(folder: Path) -> None:
-    error = start_fails(folder, tp=64, start_timeout_s=1.0)
+    error = start_fails(folder, tp=1024)  # more than any machine has cores
     assert isinstance(error, PlacementError)
-    assert "64 ranks" in str(error) and "CPU" in str(error) and "Lower tp" in str(error)
+    assert "1024 ranks" in str(error) and "CPU" in str(error) and "Lower tp" in str(error)
 
 
 def test_a_gang_that_others_leave_no_room_says_so_while_it_waits(
