@@ -99,6 +99,12 @@ def test_any_number_of_ranks_gives_the_same_tokens(
     wait_until_gone(gang.pids.values())
 
 
+def test_a_rank_is_as_urgent_as_the_job_that_starts_it() -> None:
+    """Ray's own wish is that its workers wait for every other process."""
+    niceness = ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()
+    assert ray.get(niceness) == os.nice(0)
+
+
 def start_fails(folder: Path, **wishes: Any) -> Exception:
     with pytest.raises(Exception) as caught:
         Gang.start(model_config(folder, **wishes))
