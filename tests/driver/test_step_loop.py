@@ -11,6 +11,7 @@ import torch
 
 from kdray.core.plan import StepPlan, StepResult
 from kdray.core.request import SamplingParams
+from kdray.driver import step_loop
 from kdray.driver.scheduler import RequestOutput
 from kdray.driver.step_loop import StepLoop
 from kdray.engine import Engine, make_request
@@ -128,7 +129,10 @@ def test_memory_that_runs_out_is_a_failure_like_any_other(folder: Path) -> None:
         listener.submit("b")
 
 
-def test_a_step_that_hangs_is_seen_from_outside(folder: Path) -> None:
+def test_a_step_that_hangs_is_seen_from_outside(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loop, "_IDLE_POLL_S", WAIT_S)  # an idle loop steps now and then
     listener = Listener(folder)
     entered, leave = threading.Event(), threading.Event()
     whole = listener.engine.driver.round

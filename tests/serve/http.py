@@ -62,8 +62,11 @@ def served(app: FastAPI) -> Iterator[str]:
         thread.join(timeout=30)
 
 
+_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """One that nobody gets who does not ask for it by its number.
+    """One that nobody gets who does not ask for it by its number; another one every time.
 
     A port that the system picks (bind to 0) it gives to the next who lets it pick, and Ray's
     processes do that before the one that is to have it listens.
@@ -73,7 +76,9 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(range(last - 10_000, last), 500):
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _GIVEN:
+                _GIVEN.add(port)
+                return port
     raise AssertionError("no port is free")
 
 
