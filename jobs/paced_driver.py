@@ -65,6 +65,7 @@ class PacedDriver:
         messages: asyncio.Queue[StepMessage] = asyncio.Queue()
         self._subscribers.add(messages)
         try:
+            yield []  # as the driver's: from now on
             while True:
                 yield await messages.get()
         finally:

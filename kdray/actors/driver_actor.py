@@ -156,15 +156,17 @@ class DriverActor:
         return await asyncio.to_thread(self._profiles().read, name, file)
 
     async def outputs(self) -> AsyncIterator[StepMessage]:
-        """One message a step, for all requests, from the moment of the call to the end.
+        """An empty message, and from then on one a step, for all requests, to the end.
 
-        Ends quietly after stop(); raises the cause where the engine failed.
+        Who submits before the empty one has come may miss outputs: Ray may run the later call
+        first. Ends quietly after stop(); raises the cause where the engine failed.
         """
         messages: asyncio.Queue[StepMessage | None] = asyncio.Queue()
         self._subscribers.add(messages)
         try:
             if self._step_loop().failure is not None:
                 messages.put_nowait(None)
+            yield []
             while (message := await messages.get()) is not None:
                 yield message
         finally:

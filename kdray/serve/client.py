@@ -22,6 +22,7 @@ log = logging.getLogger("kdray.serve")
 Result = TypeVar("Result")
 # One entry a request: id, tokens, accept length, finish reason, error.
 StepMessage = list[tuple[str, tuple[int, ...], int | None, str | None, str | None]]
+Stream = AsyncIterator[Awaitable[StepMessage]]
 
 
 class DriverClient:
@@ -32,7 +33,7 @@ class DriverClient:
     why.
     """
 
-    def __init__(self, driver: ActorHandle[Any], info: EngineInfo) -> None:
+    def __init__(self, driver: ActorHandle[Any], info: EngineInfo, stream: Stream) -> None:
         self._driver = driver
         self._info = info
         self.events = EventCounters()
@@ -40,15 +41,15 @@ class DriverClient:
         self._queues: dict[str, asyncio.Queue[RequestDelta]] = {}
         self._asking: dict[str, asyncio.Future[Any]] = {}  # submits without an answer yet
         self._failure: str | None = None
-        # Called here, before any submit can be: a stream tells what follows its call.
-        self._stream: AsyncIterator[Awaitable[StepMessage]] = driver.outputs.options(
-            num_returns="streaming"
-        ).remote()
+        self._stream = stream
         self._reader: asyncio.Task[None] = asyncio.create_task(self._read())
 
     @classmethod
     async def connect(cls, driver: ActorHandle[Any]) -> Self:
-        return cls(driver, EngineInfo.from_mapping(await _result(driver.info.remote())))
+        info = EngineInfo.from_mapping(await _result(driver.info.remote()))
+        stream: Stream = driver.outputs.options(num_returns="streaming").remote()
+        await _result(await _result(anext(stream)))  # it begins: what is submitted now is in it
+        return cls(driver, info, stream)
 
     @property
     def info(self) -> EngineInfo:

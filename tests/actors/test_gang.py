@@ -43,8 +43,15 @@ def one_rank(folder: Path) -> dict[str, list[list[int]]]:
     }
 
 
-def collect(gang: Gang, sampling: SamplingParams, name: str) -> list[list[int]]:
+def listen(gang: Gang) -> Any:
+    """The stream of outputs of whatever is submitted from now on."""
     messages = gang.driver.outputs.options(num_returns="streaming").remote()
+    assert ray.get(next(messages)) == []
+    return messages
+
+
+def collect(gang: Gang, sampling: SamplingParams, name: str) -> list[list[int]]:
+    messages = listen(gang)
     ids = [f"{name}-{n}" for n in range(len(PROMPTS))]
     for request_id, prompt in zip(ids, PROMPTS, strict=True):
         ray.get(gang.driver.submit.remote(request_id, tuple(prompt), sampling))
@@ -169,7 +176,7 @@ def test_broken_logits_end_their_request_alone(tmp_path: Path) -> None:
     ray.get(gang.driver.__ray_call__.remote(break_token))
     rendezvous = rendezvous_of(gang)
     try:
-        messages = gang.driver.outputs.options(num_returns="streaming").remote()
+        messages = listen(gang)
         ray.get(gang.driver.submit.remote("bad", (5, poison, 6), sampling))
         ray.get(gang.driver.submit.remote("good", tuple(PROMPTS[0]), sampling))
         gained: dict[str, list[int]] = {"bad": [], "good": []}
@@ -207,7 +214,7 @@ def pair(folder: Path) -> Iterator[Gang]:
 
 
 def test_a_killed_rank_ends_the_stream_with_an_error(pair: Gang) -> None:
-    messages = pair.driver.outputs.options(num_returns="streaming").remote()
+    messages = listen(pair)
     endless = SamplingParams(max_tokens=200, ignore_eos=True)
     ray.get(pair.driver.submit.remote("a", (5, 6, 7), endless))
     ray.get(next(messages))

@@ -20,6 +20,7 @@ from kdray.errors import ConfigError, ProfileConflict
 from kdray.profiling.check import problems
 from kdray.profiling.merge import DRIVER_PID, FIRST_RANK_PID
 from kdray.serve.profiles import DriverProfiles
+from tests.actors.test_gang import listen
 from tests.harness import model_config
 from tests.model import tiny
 
@@ -38,7 +39,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterato
 
 
 def generate(gang: Gang, name: str, tokens: int) -> None:
-    messages = gang.driver.outputs.options(num_returns="streaming").remote()
+    messages = listen(gang)
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ray.get(gang.driver.submit.remote(name, (5, 6, 7), sampling))
     for ref in messages:

@@ -68,6 +68,7 @@ class ScriptedDriver:
         return asdict(STATS)
 
     async def outputs(self) -> AsyncIterator[StepMessage]:
+        yield []
         while True:
             message = await self._messages.get()
             if isinstance(message, Exception):

@@ -117,6 +117,31 @@ def test_a_refusal_keeps_its_kind_and_leaves_nothing_behind() -> None:
     run(scenario)
 
 
+def test_who_is_connected_misses_nothing() -> None:
+    """Ray may run a submit before the stream that was asked for first: so that has to begin."""
+
+    async def connected() -> None:
+        driver, go_on = ScriptedDriver(), asyncio.Event()
+        begun = driver.outputs
+
+        async def outputs() -> AsyncIterator[Any]:
+            await go_on.wait()
+            async for message in begun():
+                yield message
+
+        driver.outputs = outputs  # type: ignore[method-assign]
+        connecting = asyncio.create_task(DriverClient.connect(Handle(driver)))  # type: ignore[arg-type]
+        await asyncio.wait({connecting}, timeout=0.05)
+        assert not connecting.done()
+        go_on.set()
+        client = await connecting
+        await client.submit("a", list(b"ab"), SAMPLING)
+        assert [bytes(delta.token_ids) for delta in await collect(client, "a")] == [b"ab"]
+        await client.close()
+
+    asyncio.run(connected())
+
+
 def test_an_abort_reaches_the_driver() -> None:
     async def scenario(client: DriverClient, driver: ScriptedDriver) -> None:
         await client.submit("a", list(FOREVER), SAMPLING)
