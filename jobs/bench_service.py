@@ -94,6 +94,9 @@ async def bench(arguments: argparse.Namespace, record: Record) -> None:
     ) as target:
         await target.check()
         print(f"{target.model} at {target.url} is well", flush=True)
+        if target.says:
+            record.know(server=target.says)
+            print(f"  {target.says}", flush=True)
         for number in arguments.concurrencies:
             count = max(arguments.requests, 2 * number)
             params: dict[str, Any] = {"mode": "closed", "concurrency": number, "rate": 0.0}

@@ -140,6 +140,11 @@ def look_ahead(config: EngineConfig, arguments: argparse.Namespace) -> None:
             f"--max-tokens {arguments.max_tokens} leaves no room for a prompt; the most this engine"
             f" takes is {facts.max_model_len}, prompt and output together"
         )
+    if facts.acceptance is not None:
+        print(
+            "synthetic acceptance: drafts hold by chance, the text is not the model's",
+            file=sys.stderr,
+        )
     if facts.drafter is None and config.mode != "plain":
         print("no --drafter: decoding plainly, one token a step", file=sys.stderr)
 

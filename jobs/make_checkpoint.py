@@ -122,7 +122,11 @@ def read_config(folder: Path, changes: str) -> dict[str, Any]:
 def write_configs(fields: Mapping[str, Any], options: argparse.Namespace) -> None:
     """What --load-format dummy needs; checked by reading it again."""
     write_json(options.out / "config.json", fields)
-    ModelConfig.from_folder(options.out)
+    try:
+        ModelConfig.from_folder(options.out)
+    except KdrayError:
+        (options.out / "config.json").unlink()  # the next command would find it
+        raise
     if options.drafter is not None:
         write_draft_config(options.drafter, fields["text_config"], options.draft_layers)
 

@@ -52,6 +52,10 @@ class Record:
         self._write()
         return metrics
 
+    def know(self, **facts: Any) -> None:
+        """What a run finds out about itself, beside its options."""
+        self._config |= facts
+
     def finish(self) -> None:
         """The last line of stdout: everything but the raw samples."""
         rows = [{k: row[k] for k in ("params", "metrics")} for row in self._rows]

@@ -118,6 +118,8 @@ def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
     try:
         deployment.prepare(arguments.host, arguments.port)
         print(f"starting {config.model} on {config.tp} rank(s) ...", flush=True)
+        if config.synthetic_acceptance is not None and config.mode != "plain":
+            print("SYNTHETIC ACCEPTANCE: drafts hold by chance, the text is not the model's")
         if config.load_format == "dummy":
             print("DUMMY WEIGHTS: random numbers, so its text means nothing", flush=True)
         engine = None

@@ -58,19 +58,22 @@ class Timing:
 
 @dataclass(slots=True)
 class Service:
-    """A server under test; `model` is known once check() has asked for it."""
+    """A server under test; `model` is known once check() has asked for it, and what a kdray's says
+    of how it runs."""
 
     session: aiohttp.ClientSession
     url: str
     model: str | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
+    says: Json = field(default_factory=dict)
 
     async def check(self) -> None:
         """Its health, its model, and one whole answer. Raises KdrayError with what is amiss."""
         try:
             await self._check_health()
             if self.model is None:
-                self.model = (await self._get_json("/v1/models"))["data"][0]["id"]
+                card = (await self._get_json("/v1/models"))["data"][0]
+                self.model, self.says = card["id"], card.get("kdray") or {}
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError) as error:
             raise KdrayError(
                 f"{self.url} does not answer as OpenAI's servers do: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -21,11 +20,7 @@ from kdray.config import (
 )
 from kdray.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
 _DEFAULTS = EngineConfig()
-_RATES = SyntheticAcceptance(hits=(1.0,))
-_MISSING = (_RATES.hits, _RATES.siblings, (_RATES.off_path,))
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -130,8 +125,6 @@ def placement_of(arguments: argparse.Namespace) -> Placement:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Raises ConfigError where an option is out of range."""
-    if arguments.synthetic_acceptance is not None:
-        _log.warning("--synthetic-acceptance: drafts hold by chance, the text is not the model's")
     return EngineConfig(
         model=arguments.model,
         drafter=arguments.drafter,
@@ -179,14 +172,17 @@ def parse_acceptance(text: str | None) -> SyntheticAcceptance | None:
         return None
     try:
         rates = [tuple(map(float, part.split(","))) if part else () for part in text.split("/")]
-        hits, siblings, off_path = (*rates, *_MISSING[len(rates) :])
-        (behind,) = off_path
+        given: dict[str, Any] = dict(zip(("hits", "siblings", "off_path"), rates, strict=False))
+        if len(rates) == 3:
+            (given["off_path"],) = rates[2]
+        elif len(rates) > 3:
+            raise ValueError(text)
     except ValueError:
         raise ConfigError(
             f"synthetic-acceptance wants HITS[/SIBLINGS[/OFF_PATH]], such as 0.7,0.6/0.4/0.2, "
             f"got {text!r}"
         ) from None
-    return SyntheticAcceptance(hits=hits, siblings=siblings, off_path=behind)
+    return SyntheticAcceptance(**given)
 
 
 def parse_gpus(text: str | None) -> tuple[int, ...] | None:

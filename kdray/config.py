@@ -170,8 +170,6 @@ class EngineConfig:
             if value is not None:
                 _between(name, value, 1, 1 << 40)
         _above_zero(self, "kv_memory_bytes", "start_timeout_s", "step_timeout_s")
-        if self.synthetic_acceptance is not None and not self.graphs:
-            raise ConfigError("synthetic_acceptance is for rounds that run ahead; leave graphs on")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -77,9 +77,13 @@ def _acceptance(config: EngineConfig, drafter: Path | None) -> AcceptanceProfile
         return None
     if drafter is None:
         raise ConfigError("synthetic_acceptance wants a drafter (--drafter), or mode 'plain'")
+    if not config.graphs:
+        raise ConfigError("synthetic_acceptance is for rounds that run ahead; leave graphs on")
     depth = DFlashConfig.from_folder(drafter).block_size - 1
+    is_tree = config.mode == "tree"  # a chain has neither siblings nor what is behind them
+    siblings, off_path = (rates.siblings, rates.off_path) if is_tree else ((), 0.0)
     try:
-        return AcceptanceProfile.of(rates.hits, rates.siblings, rates.off_path, depth)
+        return AcceptanceProfile.of(rates.hits, siblings, off_path, depth)
     except ValueError as error:
         raise ConfigError(f"synthetic_acceptance: {error}") from None
 

@@ -89,6 +89,9 @@ class DriverActor:
             "name": facts.name,
             "model_folder": str(facts.target),
             "load_format": self._config.load_format,
+            "synthetic_acceptance": (
+                None if facts.acceptance is None else asdict(self._config.synthetic_acceptance)  # type: ignore[arg-type]
+            ),
             "max_model_len": facts.max_model_len,
             "vocab_size": facts.model.vocab_size,
             "end_token_ids": sorted(facts.model.eos_token_ids),

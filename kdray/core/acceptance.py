@@ -81,12 +81,22 @@ class AcceptanceProfile:
 
 
 def _check(marginals: Float64Array, first: Float64Array, off_path: float) -> None:
-    if not ((marginals >= 0) & (marginals <= 1)).all() or not 0 <= off_path <= 1:
-        raise ValueError("a chance must be from 0 to 1")
-    total = marginals.sum(axis=1)
-    if (total > 1 + 1e-9).any():
-        raise ValueError("the chances of a depth come to more than 1")
-    if (np.diff(marginals, axis=1) > 0).any():
-        raise ValueError("a candidate must not be likelier than the one before it")
+    for depth, chances in enumerate(marginals, start=1):
+        shown = ", ".join(f"{chance:.3g}" for chance in chances)
+        where = f"at depth {depth} the candidates hold in {shown} of all steps"
+        if not ((chances >= 0) & (chances <= 1)).all():
+            raise ValueError(f"{where}; a rate must be from 0 to 1")
+        if chances.sum() > 1 + 1e-9:
+            raise ValueError(f"{where}, more than all: give smaller rates of siblings, or none")
+        if (np.diff(chances) > 0).any():
+            raise ValueError(
+                f"{where}, and none may be likelier than the one before it: give smaller rates of "
+                "siblings, or none"
+            )
+    if not 0 <= off_path <= 1:
+        raise ValueError(f"off_path must be from 0 to 1, got {off_path}")
     if (off_path > first).any():
-        raise ValueError("off_path is the smaller chance: at most that of every depth's first")
+        raise ValueError(
+            f"off_path, {off_path:g}, is the smaller chance: at most {first.min():.3g}, the least "
+            "of the hit rates"
+        )

@@ -65,8 +65,8 @@ class OneShotReduce:
 class SharedRegions:
     """This rank's region, and the others' as opened here (CUDA IPC).
 
-    close() gives the others' back. This rank's own, 2 MB, goes with its process: what another has
-    still open must not be freed, and who fails cannot wait for the others.
+    close() gives the others' back. This rank's own (region_bytes) goes with its process: what
+    another has still open must not be freed, and who fails cannot wait for the others.
     """
 
     def __init__(self, rank: int, capacity_bytes: int, gather: Gather) -> None:

@@ -176,6 +176,8 @@ class DrawnCheckpoint(Checkpoint):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._noise = Noise(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # for those who do not take memory through torch
 
     def _part(self, part: Part) -> Tensor:
         if not part.name.endswith(("weight_packed", "weight_scale")):

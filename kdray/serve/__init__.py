@@ -18,9 +18,10 @@ metrics     what the surface counts, and what the engine says
 ray_metrics the same, mirrored into Ray's metrics
 request_log one line a request
 schema      what /openapi.json says about bodies and errors
-app         the ASGI application over any engine; needs no Ray
-client      an engine client over the driver actor; profiles: its profiles
+app         the ASGI application over any engine; needs no Ray; surface: its routes
+client      an engine client over the driver actor; profiles: its profiles; calls: how it calls
 replay      an engine client that outlives gangs
 backends    where an endpoint's engine comes from; progress: whether it gets on
+direct      a port of the endpoint's own, past Ray Serve's proxy
 deployment  the application as a Ray Serve deployment; arguments, applications: for serve's commands
 """

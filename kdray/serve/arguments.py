@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -132,6 +132,10 @@ def _nested(part: Any, value: object) -> object:
     for name in value:
         if name not in names:
             raise ConfigError(f"there is no argument {name!r} in {part.__name__}")
+    for item in fields(part):
+        has_default = item.default is not MISSING or item.default_factory is not MISSING
+        if not has_default and item.name not in value:
+            raise ConfigError(f"{part.__name__} wants {item.name!r}")
     return _part(part, value)
 
 

@@ -69,7 +69,7 @@ class DriverClient:
         arguments = (request_id, tuple(prompt), sampling, tuple(delivered))
         asking = asyncio.ensure_future(_result(call_apart(self._driver.submit, *arguments)))
         self._asking[request_id] = asking
-        asking.add_done_callback(lambda _: self._asking.pop(request_id, None))
+        asking.add_done_callback(lambda _: self._asking.pop(request_id, None))  # ids are used once
         try:
             await asyncio.shield(asking)  # who waits no longer has asked all the same
         except Exception:

@@ -75,6 +75,7 @@ class EngineInfo:
     end_token_ids   tokens that end an output unless ignore_eos
     mode, budget    how it speculates: kdray.config.EngineConfig
     ranks           tensor-parallel ranks
+    load_format, synthetic_acceptance   as EngineConfig's: what is no model's text says so
     """
 
     name: str
@@ -84,6 +85,8 @@ class EngineInfo:
     mode: str
     budget: int
     ranks: int
+    load_format: str = "auto"
+    synthetic_acceptance: Mapping[str, Any] | None = None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

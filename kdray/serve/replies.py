@@ -131,5 +131,11 @@ def model_card(name: str, created: int, info: EngineInfo) -> Json:
         "created": created,
         "owned_by": "kdray",
         "max_model_len": info.max_model_len,
-        "kdray": {"mode": info.mode, "budget": info.budget, "ranks": info.ranks},
+        "kdray": {
+            "mode": info.mode,
+            "budget": info.budget,
+            "ranks": info.ranks,
+            "load_format": info.load_format,
+            "synthetic_acceptance": info.synthetic_acceptance,
+        },
     }

@@ -23,6 +23,7 @@ from kdray.verifier.verifier import Verifier
 
 DRAWS = 1 << 16  # uniform numbers; a request reads on from a place that its seed gives
 SEED_STRIDE = 40_503  # odd, near DRAWS / golden ratio: seeds in a row start far apart
+NO_CHILD = np.iinfo(np.int64).max  # the rank of a candidate that nobody drafted
 
 
 class SyntheticVerifier(Verifier):
@@ -60,7 +61,7 @@ class AssumedTokens:
 
     def tokens(self, trees: DraftTrees, said: Tensor, place: Tensor, seed: Tensor) -> Tensor:
         """[R, N] int32: the token of the child that is to be accepted, where a node has it; else
-        what the target said, or, where that is a child's by chance, the next token.
+        what the target said, or, where that is a child's by chance, one that the tree has not.
 
         said [R, N] int32; place [R] int32, of the roots; seed [R] int64.
         """
@@ -72,14 +73,19 @@ class AssumedTokens:
         path = self._paths[(seed % DRAWS * SEED_STRIDE + place) % DRAWS]
         wanted = path.gather(1, (trees.depth.long() - 1).clamp(0, path.shape[1] - 1))
         accepted = is_draft & (_sibling_rank(parent, is_draft) == wanted)
-        behind = said.gather(1, parent)
-        by_chance = is_draft & (trees.token == behind)
-        missed = _to_parents(parent, by_chance, (behind + 1) % self._vocab, said)
+        by_chance = is_draft & (trees.token == said.gather(1, parent))
+        missed = _to_parents(parent, by_chance, self._foreign(trees, is_draft), said)
         return _to_parents(parent, accepted, trees.token, missed)
+
+    def _foreign(self, trees: DraftTrees, is_draft: Tensor) -> Tensor:
+        """[R, N] int32, a token a tree that none of its nodes has."""
+        own = torch.where(is_draft, trees.token, trees.token[:, :1])
+        above, below = own.amax(dim=1) + 1, own.amin(dim=1) - 1
+        return torch.where(above < self._vocab, above, below)[:, None].expand_as(own)
 
 
 def _paths(profile: AcceptanceProfile) -> NDArray[np.int64]:
-    """[DRAWS, L]: from every place on, the candidate that holds at each depth; W where none does.
+    """[DRAWS, L]: from every place on, the candidate that holds at each depth, or NO_CHILD.
 
     A place's draw is the same whatever place a step starts from.
     """
@@ -89,8 +95,8 @@ def _paths(profile: AcceptanceProfile) -> NDArray[np.int64]:
     on = (draw >= profile.marginals.cumsum(axis=1)).sum(axis=2)
     behind = (draw >= profile.behind_siblings.cumsum(axis=1)).sum(axis=2)
     others_before = (on != 0).cumsum(axis=1) - (on != 0)
-    paths: NDArray[np.int64] = np.where(others_before == 0, on, behind)
-    return paths
+    rank = np.where(others_before == 0, on, behind)
+    return np.where(rank < profile.marginals.shape[1], rank, NO_CHILD)
 
 
 def _sibling_rank(parent: Tensor, is_draft: Tensor) -> Tensor:

@@ -59,10 +59,15 @@ def test_a_tree_gains_more_than_a_chain_by_its_siblings() -> None:
         ((1.2,), (), 0.0, "from 0 to 1"),
         ((0.5,), (-0.1,), 0.0, "from 0 to 1"),
         ((0.5,), (), 1.5, "from 0 to 1"),
-        ((0.5,), (0.6, 0.6), 0.0, "more than 1"),
-        ((0.2,), (0.5,), 0.0, "likelier than the one before"),
+        ((0.5,), (0.6, 0.6), 0.0, "more than all"),
+        (
+            (0.9, 0.2),
+            (0.5,),
+            0.0,
+            r"depth 2 .* in 0\.2, 0\.4 .* smaller rates of siblings, or none",
+        ),
         ((0.5,), (0.1, 0.2), 0.0, "likelier than the one before"),
-        ((0.5, 0.3), (), 0.4, "at most that of every depth's first"),
+        ((0.5, 0.3), (), 0.4, r"off_path, 0\.4, .* at most 0\.3"),
         ((float("nan"),), (), 0.0, "from 0 to 1"),
     ],
 )

@@ -52,4 +52,4 @@ def test_an_engine_gains_what_the_profile_says(mode: str) -> None:
     assert engine.facts.acceptance is not None
     wanted = engine.facts.acceptance.length(mode, 8)
     got = sum(length * count for length, count in lengths.items()) / lengths.total()
-    assert got == pytest.approx(wanted, abs=0.25)
+    assert got == pytest.approx(wanted, abs=0.16)

@@ -138,7 +138,13 @@ def test_models_and_version(app_of: BuildApp) -> None:
     [card] = listed["data"]
     assert listed["object"] == "list"
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", MAX_MODEL_LEN)
-    assert card["kdray"] == {"mode": "tree", "budget": 16, "ranks": 1}
+    assert card["kdray"] == {
+        "mode": "tree",
+        "budget": 16,
+        "ranks": 1,
+        "load_format": "auto",
+        "synthetic_acceptance": None,
+    }
     assert call(app, "GET", "/v1/models/fake").json() == card
     assert set(call(app, "GET", "/version").json()) == {"version", "ray"}
 
