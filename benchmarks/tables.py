@@ -184,7 +184,41 @@ def step_table(record: Record) -> str:
         own = [rows[context, tokens] for context in contexts]
         cells = " | ".join(f"{m['ms']:.1f} | {m['floor_ms']:.1f}" for m in own)
         lines.append(f"| {tokens} | {own[0]['distinct_experts']:.0f} | {cells} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_predictions(record)]) + "\n"
+
+
+def _predictions(record: Record) -> list[str]:
+    """Tokens/s of whole rounds at an assumed acceptance, measured here and predicted there."""
+    rows = {
+        (p["mode"], p["nodes"] - 1, p["requests"]): row["metrics"]
+        for row in record["rows"]
+        if (p := row["params"])["part"] == "prediction"
+    }
+    streams = sorted({requests for *_, requests in rows})
+    ways = sorted({key[:2] for key in rows}, key=_way_order)
+    heads = " | ".join(f"{_streams(n)}: here | 8 x RTX PRO 6000, predicted" for n in streams)
+    lines = [
+        "Tokens/s with the drafter, 512 tokens cached, were drafts accepted as assumed (a chain of "
+        "7 accepts 2.66 tokens a step, as public runs do; `jobs/step_predict.py`):",
+        "",
+        f"| | tokens a step, assumed | {heads} |",
+        "|---|---|" + "---|---|" * len(streams),
+    ]
+    for way in ways:
+        own = [rows[*way, n] for n in streams]
+        cells = " | ".join(
+            f"{m['tokens_per_s_here']:,.0f} | {m['tokens_per_s_8x_rtx_pro_6000']:,.0f}" for m in own
+        )
+        lines.append(f"| {_way_name(*way)} | {own[0]['assumed_accept_length']:.2f} | {cells} |")
+    for name, key in (("plain", "plain"), ("EAGLE-3", "eagle3")):
+        public = [rows["plain", 0, n][f"public_{key}_tokens_per_s"] for n in streams]
+        cells = " | ".join(f" | {rate:,.0f}" for rate in public)
+        lines.append(f"| published for that card, {name} | | {cells} |")
+    return lines
+
+
+def _streams(number: int) -> str:
+    return f"{number} stream" + ("s" if number > 1 else "")
 
 
 def _trees(record: Record) -> list[dict[str, Any]]:
