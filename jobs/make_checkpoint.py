@@ -110,9 +110,12 @@ def read_config(folder: Path, changes: str) -> dict[str, Any]:
         name, _, value = change.partition("=")
         if name not in fields["text_config"]:
             raise ConfigError(f"--set {name}: text_config has no such field")
-        fields["text_config"][name] = json.loads(value)
+        try:
+            fields["text_config"][name] = json.loads(value)
+        except json.JSONDecodeError:
+            raise ConfigError(f"--set {name} wants a value, as {name}=8, got {value!r}") from None
         if name == "num_attention_heads":
-            fields["text_config"]["num_key_value_heads"] = json.loads(value)
+            fields["text_config"]["num_key_value_heads"] = fields["text_config"][name]
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):  # inside a smaller vocabulary
         for place in (fields, fields["text_config"]):
             place[name] = min(place[name], fields["text_config"]["vocab_size"] - 1)

@@ -189,7 +189,7 @@ def attend(address: Address, engine: SupervisedEngine, *, sample: bool) -> None:
         wait(address, restarts, stopped)
     finally:
         restarts.close()
-    print("stopping: open requests may finish", flush=True)
+    print("stopping: open requests may finish (Ctrl-C again ends them)", flush=True)
 
 
 def stop_on_signals() -> threading.Event:

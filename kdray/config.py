@@ -159,6 +159,9 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, get_args(KVDType))
         _one_of("draft_weights", self.draft_weights, get_args(DraftWeightType))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
+        rates = self.synthetic_acceptance
+        if rates is not None and not isinstance(rates, SyntheticAcceptance):
+            raise ConfigError(f"synthetic_acceptance must be a SyntheticAcceptance, got {rates!r}")
         _between("tp", self.tp, 1, 1024)
         _between("budget", self.budget, 0, MAX_BUDGET)
         _between("candidates", self.candidates, 1, MAX_CANDIDATES)

@@ -66,7 +66,8 @@ def resolve(config: EngineConfig) -> EngineFacts:
         kv_row=kv_row,
         threads=config.threads or _threads(config.tp),
         max_model_len=max_model_len,
-        num_pages=config.num_pages or _num_pages(config, model, kv_row, device, max_model_len),
+        num_pages=config.num_pages
+        or _num_pages(config, model, drafter, (kv_row, dtype, device), max_model_len),
         acceptance=_acceptance(config, drafter),
     )
 
@@ -155,11 +156,15 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _num_pages(
     config: EngineConfig,
     model: ModelConfig,
-    kv_row: RowFormat,
-    device: torch.device,
+    drafter: Path | None,
+    kept: tuple[RowFormat, torch.dtype, torch.device],
     max_model_len: int,
 ) -> int:
-    """Pages for max_requests of the longest kind, or as many as the memory allows."""
+    """Pages for max_requests of the longest kind, or as many as the memory allows.
+
+    kept: the target's rows, the drafter's dtype, and where both are
+    """
+    kv_row, dtype, device = kept
     places = max_model_len + config.budget + MOST_AHEAD
     wanted = config.max_requests * -(-places // config.page_size)
     page_bytes = KVCache.bytes_per_page(
@@ -168,6 +173,8 @@ def _num_pages(
         row=kv_row,
         device=device,
     )
+    if drafter is not None:  # on rank 0, whose pages are as many as everybody's
+        page_bytes += config.page_size * DFlashConfig.from_folder(drafter).kv_bytes(dtype)
     affordable = config.kv_memory_bytes // page_bytes
     if affordable < 1:
         raise ConfigError(

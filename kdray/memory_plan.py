@@ -123,7 +123,7 @@ class MemoryPlan:
 
     def _advice(self) -> str:
         if self.pages:
-            return f"num_pages {self.pages} of {self.page_size} tokens would fit"
+            return f"--num-pages {self.pages} (num_pages, of {self.page_size} tokens) would fit"
         return "use a larger tp, or cards with more memory"
 
 
@@ -251,8 +251,7 @@ class Planned:
         )
         if drafter is None:
             return target
-        token = 2 * drafter.num_kv_heads * drafter.head_dim * self.dtype.itemsize
-        return target + len(drafter.layers) * size * token
+        return target + size * drafter.kv_bytes(self.dtype)
 
 
 def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> MemoryPlan:

@@ -184,10 +184,15 @@ def _slots(spans: Sequence[_Span], batch: AttentionBatch, num_keys: int) -> Tens
 def attend_on_device(
     query: Tensor, cache: Tensor, batch: DeviceAttentionBatch, scale: float, latent_dim: int
 ) -> Tensor:
-    """query [R * N, H, C + D] -> [R * N, H, C]; reads every position of the page tables."""
+    """query [R * N, H, C + D] -> [R * N, H, C]; reads every position of the page tables, but on a
+    CPU, which knows how many there are, only the pages that the longest request has."""
     requests, nodes, _ = batch.mask.shape
+    pages = batch.page_table
+    if pages.device.type == "cpu":
+        longest = int(batch.num_cached.max()) + nodes
+        pages = pages[:, : -(-longest // batch.page_size)]
     offset = torch.arange(batch.page_size, device=cache.device)
-    slots = (batch.page_table.long()[:, :, None] * batch.page_size + offset).flatten(1)
+    slots = (pages.long()[:, :, None] * batch.page_size + offset).flatten(1)
     key = gathered(cache, slots.flatten(), latent_dim, query.shape[2] - latent_dim).float()
     key = key.view(*slots.shape, -1)
     q = query.float().view(requests, nodes, *query.shape[1:])

@@ -266,7 +266,9 @@ def _shard_paths(folder: Path, indexed: dict[str, str] | None) -> list[Path]:
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointError(f"{folder} holds no *.safetensors file")
+        raise CheckpointError(
+            f"{folder} holds no *.safetensors file (load_format 'dummy' wants none)"
+        )
     for path in paths:
         if not path.exists():
             name = next(name for name, file in (indexed or {}).items() if file == path.name)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kdray.errors import CheckpointError
 from kdray.model.config import Yarn
 from kdray.model.json_fields import JsonFields, read_json
@@ -65,6 +67,10 @@ class DFlashConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> DFlashConfig:
         return read_config(Path(folder) / "config.json")
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Of a token's keys and values in all layers."""
+        return len(self.layers) * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def read_config(path: Path) -> DFlashConfig:
