@@ -81,7 +81,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of prompts and arrivals")
     add("--timeout-s", type=float, default=600.0, help="of one request")
     add("--out", type=Path, help="folder of the results file (default: none is written)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if min([arguments.requests, *arguments.concurrencies, *arguments.rates], default=1) <= 0:
+        parser.error("--requests, --concurrencies and --rates want numbers above 0")
+    return arguments
 
 
 async def bench(arguments: argparse.Namespace, record: Record) -> None:

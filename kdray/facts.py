@@ -16,6 +16,8 @@ from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
+from kdray.model.manifest import check_shard
+from kdray.model.parallel import Shard
 from kdray.verifier.kv_cache import KVCache
 
 MOST_AHEAD = MAX_DEPTH + 1  # tokens a step in flight may add, in graphs
@@ -52,6 +54,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
     """
     target, drafter = _folders(config)
     model = ModelConfig.from_folder(target)
+    check_shard(model, Shard(0, config.tp))
     device = _device(config)
     dtype = _dtype(config, device)
     kv_row = row_format(config, model, dtype)

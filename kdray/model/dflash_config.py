@@ -118,6 +118,8 @@ def _read_fields(path: Path) -> JsonFields:
     """Fields of a config.json; those of `dflash_config` come before those at the top."""
     top = read_json(path)
     nested = top.get("dflash_config") or {}
+    if "text_config" in top and not nested:
+        raise CheckpointError(f"{path} is a target's; a drafter's folder has a dflash_config")
     if not isinstance(nested, dict):
         raise CheckpointError(f"{path}: dflash_config is not an object")
     return JsonFields({**top, **nested}, path)

@@ -172,3 +172,12 @@ def test_prompts_of_a_file_and_of_a_length(tmp_path: Path) -> None:
 def test_percentiles_are_values_that_occurred(percent: int, value: float) -> None:
     assert bench_service.percentile([float(n) for n in range(100, 0, -1)], percent) == value
     assert bench_service.percentile([], percent) is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--requests", "0"], ["--concurrencies", "8", "0"], ["--rates", "-1"]]
+)
+def test_loads_of_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_service.parse(words)
+    assert "want numbers above 0" in capsys.readouterr().err

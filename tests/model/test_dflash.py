@@ -129,6 +129,9 @@ def test_broken_configs_name_the_field(tmp_path: Path, changes: dict[str, Any], 
 def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         DFlashConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 2}}')
+    with pytest.raises(CheckpointError, match="a target's; a drafter's folder has a dflash_config"):
+        DFlashConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
         DFlashConfig.from_folder(tmp_path)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdray.config import EngineConfig
 from kdray.errors import CheckpointError, ConfigError
+from kdray.facts import resolve
 from kdray.kernels.moe_layout import unpack
 from kdray.kernels.ops import load_ops
 from kdray.model import dummy_weights
@@ -218,6 +220,8 @@ def test_what_files_would_be_refused_for_is_refused(tmp_path: Path) -> None:
         load(narrow, 0, 8)
     with pytest.raises(ConfigError, match="tp 3 must divide"):
         load(narrow, 0, 3)
+    with pytest.raises(ConfigError, match="tp 3 must divide"):  # before a rank is started
+        resolve(EngineConfig(model=str(narrow), load_format="dummy", tp=3, device="cpu"))
 
 
 def test_without_dummies_a_folder_of_a_config_is_refused(folder: Path) -> None:
