@@ -123,15 +123,21 @@ def read_config(folder: Path, changes: str) -> dict[str, Any]:
 
 
 def write_configs(fields: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """What --load-format dummy needs; checked by reading it again."""
-    write_json(options.out / "config.json", fields)
-    try:
-        ModelConfig.from_folder(options.out)
-    except KdrayError:
-        (options.out / "config.json").unlink()  # the next command would find it
-        raise
+    """What --load-format dummy needs."""
+    write_target_config(options.out, fields)
     if options.drafter is not None:
         write_draft_config(options.drafter, fields["text_config"], options.draft_layers)
+
+
+def write_target_config(folder: Path, fields: Mapping[str, Any]) -> ModelConfig:
+    """Checked by reading it again; one that is refused does not stay for the next command."""
+    path = folder / "config.json"
+    write_json(path, fields)
+    try:
+        return ModelConfig.from_folder(folder)
+    except KdrayError:
+        path.unlink()
+        raise
 
 
 def write_target(
@@ -141,8 +147,7 @@ def write_target(
     change: Callable[[Planned], Planned] = lambda tensor: tensor,
 ) -> None:
     """options: shards, seed and threads; change: of what is drawn, for who wants other numbers."""
-    write_json(folder / "config.json", fields)
-    config = ModelConfig.from_folder(folder)
+    config = write_target_config(folder, fields)
     tensors = [change(t) for t in target_tensors(config, fields.get("vision_config", {}))]
     shards = split(tensors, options.shards)
     names = [f"model-{i + 1:05}-of-{len(shards):06}.safetensors" for i in range(len(shards))]

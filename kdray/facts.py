@@ -55,10 +55,14 @@ def resolve(config: EngineConfig) -> EngineFacts:
     target, drafter = _folders(config)
     model = ModelConfig.from_folder(target)
     check_shard(model, Shard(0, config.tp))
+    draft = DFlashConfig.from_folder(drafter) if drafter else None
     device = _device(config)
     dtype = _dtype(config, device)
     kv_row = row_format(config, model, dtype)
     max_model_len = _max_model_len(config, model)
+    size = page_bytes(
+        model, draft, page_size=config.page_size, row=kv_row, dtype=dtype, device=device
+    )
     return EngineFacts(
         name=config.model if config.model == "demo" else target.name,
         target=target,
@@ -69,25 +73,40 @@ def resolve(config: EngineConfig) -> EngineFacts:
         kv_row=kv_row,
         threads=config.threads or _threads(config.tp),
         max_model_len=max_model_len,
-        num_pages=config.num_pages
-        or _num_pages(config, model, drafter, (kv_row, dtype, device), max_model_len),
-        acceptance=_acceptance(config, drafter),
+        num_pages=config.num_pages or _num_pages(config, size, max_model_len),
+        acceptance=_acceptance(config, draft),
     )
 
 
-def _acceptance(config: EngineConfig, drafter: Path | None) -> AcceptanceProfile | None:
+def page_bytes(
+    model: ModelConfig,
+    draft: DFlashConfig | None,
+    *,
+    page_size: int,
+    row: RowFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Of a KV page of page_size tokens: the target's rows, and the drafter's in dtype where a rank
+    has it."""
+    target = KVCache.bytes_per_page(
+        num_layers=model.num_hidden_layers, page_size=page_size, row=row, device=device
+    )
+    return target + (page_size * draft.kv_bytes(dtype) if draft else 0)
+
+
+def _acceptance(config: EngineConfig, draft: DFlashConfig | None) -> AcceptanceProfile | None:
     rates = config.synthetic_acceptance
     if rates is None or config.mode == "plain":
         return None
-    if drafter is None:
+    if draft is None:
         raise ConfigError("synthetic_acceptance wants a drafter (--drafter), or mode 'plain'")
     if not config.graphs:
         raise ConfigError("synthetic_acceptance is for rounds that run ahead; leave graphs on")
-    depth = DFlashConfig.from_folder(drafter).block_size - 1
     is_tree = config.mode == "tree"  # a chain has neither siblings nor what is behind them
     siblings, off_path = (rates.siblings, rates.off_path) if is_tree else ((), 0.0)
     try:
-        return AcceptanceProfile.of(rates.hits, siblings, off_path, depth)
+        return AcceptanceProfile.of(rates.hits, siblings, off_path, draft.block_size - 1)
     except ValueError as error:
         raise ConfigError(f"synthetic_acceptance: {error}") from None
 
@@ -156,31 +175,14 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _num_pages(
-    config: EngineConfig,
-    model: ModelConfig,
-    drafter: Path | None,
-    kept: tuple[RowFormat, torch.dtype, torch.device],
-    max_model_len: int,
-) -> int:
+def _num_pages(config: EngineConfig, size: int, max_model_len: int) -> int:
     """Pages for max_requests of the longest kind, or as many as the memory allows.
 
-    kept: the target's rows, the drafter's dtype, and where both are
+    size: bytes of a page on rank 0, which has the most in one; all ranks have as many
     """
-    kv_row, dtype, device = kept
     places = max_model_len + config.budget + MOST_AHEAD
     wanted = config.max_requests * -(-places // config.page_size)
-    page_bytes = KVCache.bytes_per_page(
-        num_layers=model.num_hidden_layers,
-        page_size=config.page_size,
-        row=kv_row,
-        device=device,
-    )
-    if drafter is not None:  # on rank 0, whose pages are as many as everybody's
-        page_bytes += config.page_size * DFlashConfig.from_folder(drafter).kv_bytes(dtype)
-    affordable = config.kv_memory_bytes // page_bytes
+    affordable = config.kv_memory_bytes // size
     if affordable < 1:
-        raise ConfigError(
-            f"kv_memory_bytes {config.kv_memory_bytes} holds no page of {page_bytes} bytes"
-        )
+        raise ConfigError(f"kv_memory_bytes {config.kv_memory_bytes} holds no page of {size} bytes")
     return min(wanted, affordable)

@@ -15,14 +15,13 @@ from kdray.cards import Card, card_found
 from kdray.config import EngineConfig
 from kdray.core.buckets import Buckets
 from kdray.errors import ConfigError
-from kdray.facts import EngineFacts
+from kdray.facts import EngineFacts, page_bytes
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_int4 import mlp_form
 from kdray.model.weight_bytes import drafter_bytes, table_bytes, target_bytes
 from kdray.model.weights import experts_stay_packed
-from kdray.verifier.kv_cache import KVCache
 
 WEIGHTS = "target's weights"
 GIB = 1 << 30
@@ -242,16 +241,14 @@ class Planned:
         return RowFormat.of(self.model.kv_lora_rank, self.model.qk_rope_head_dim, kept_as)
 
     def _page_bytes(self, drafter: DFlashConfig | None, row: RowFormat) -> int:
-        size = self.config.page_size
-        target = KVCache.bytes_per_page(
-            num_layers=self.model.num_hidden_layers,
-            page_size=size,
+        return page_bytes(
+            self.model,
+            drafter,
+            page_size=self.config.page_size,
             row=row,
+            dtype=self.dtype,
             device=torch.device("cuda" if self.on_gpu else "cpu"),
         )
-        if drafter is None:
-            return target
-        return target + size * drafter.kv_bytes(self.dtype)
 
 
 def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> MemoryPlan:

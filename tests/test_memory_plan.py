@@ -149,6 +149,13 @@ def test_more_pages_than_fit_are_refused_with_the_number_that_does() -> None:
         replace(planned, num_pages=room + 1).plan(0, RTX).check()
 
 
+def test_pages_by_memory_hold_the_drafters_part_too() -> None:
+    config = EngineConfig(device="cpu", kv_memory_bytes=1 << 22, max_requests=64)
+    facts = resolve(config)
+    assert facts.num_pages == (1 << 22) // plan_of_start(config, facts, rank=0).page_bytes
+    assert resolve(replace(config, drafter="none")).num_pages > facts.num_pages
+
+
 def test_memory_that_others_took_counts() -> None:
     busy = replace(RTX, taken=20 * GIB)
     lost = kimi(8).plan(1, RTX).room - kimi(8).plan(1, busy).room

@@ -85,13 +85,12 @@ class DriverActor:
         """What callers need to know of the engine: plain values only."""
         engine = self._running_engine()
         facts, speculation = engine.facts, engine.speculation
+        rates = self._config.synthetic_acceptance
         return {
             "name": facts.name,
             "model_folder": str(facts.target),
             "load_format": self._config.load_format,
-            "synthetic_acceptance": (
-                None if facts.acceptance is None else asdict(self._config.synthetic_acceptance)  # type: ignore[arg-type]
-            ),
+            "synthetic_acceptance": asdict(rates) if rates and facts.acceptance else None,
             "max_model_len": facts.max_model_len,
             "vocab_size": facts.model.vocab_size,
             "end_token_ids": sorted(facts.model.eos_token_ids),

@@ -80,6 +80,13 @@ def test_configs_alone(tmp_path: Path) -> None:
         assert (folder / "config.json").read_text() == (same / "config.json").read_text()
 
 
+@pytest.mark.parametrize("words", [[], ["--config-only"]])
+def test_a_config_that_is_refused_does_not_stay(tmp_path: Path, words: list[str]) -> None:
+    made = make_checkpoint.main(["--out", str(tmp_path), "--set", "num_hidden_layers=0", *words])
+    assert made == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_numbers_depend_on_names_and_seed_alone(tmp_path: Path) -> None:
     few, many = write(tmp_path / "few", "--shards", "2"), write(tmp_path / "many", "--shards", "9")
     other = write(tmp_path / "other", "--shards", "2", "--seed", "1")
