@@ -68,7 +68,7 @@ def headline(rounds: Record, trees: Record) -> str:
     return (
         f"On **{hardware(rounds)}** the demo model decodes {', '.join(gains)}. The trees of "
         f"{built['params']['batch']} requests at budget {_budget(built)} are built in "
-        f"**{metrics['graph_us']:.1f} us**, where a heap on the CPU takes "
+        f"**{metrics['graph_us']:.1f} us**, where a Python heap on the CPU takes "
         f"{metrics['cpu_ms']:.1f} ms.\n"
     )
 
