@@ -21,6 +21,7 @@ def kernel_sizes(config: EngineConfig, facts: EngineFacts, shard: Shard) -> Size
         nope=model.qk_nope_head_dim,
         value=model.v_head_dim,
         latent=model.kv_lora_rank,
+        query_latent=model.q_lora_rank or 0,
         rope=model.qk_rope_head_dim,
         vocab=model.vocab_size,
         experts=model.n_routed_experts if has_experts else 0,

@@ -22,6 +22,7 @@ from kdray.kernels import (
     cuda_draft,
     cuda_gemm,
     cuda_moe,
+    cuda_norm_gemm,
     cuda_sampling,
     cuda_topk,
     cuda_trees,
@@ -134,6 +135,11 @@ class CudaOps:
         add: Tensor | None = None,
     ) -> Tensor:
         return self._gemm.linear(x, weight, dtype=dtype, add=add)
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        if cuda_norm_gemm.takes(self._gemm, x, norm, weight):
+            return cuda_norm_gemm.norm_linear(self._gemm, x, norm, weight)
+        return self.linear(self.rms_norm(x, norm), weight)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
         return self._gemm.gated_linear(x, gate_up)

@@ -195,6 +195,10 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        """linear(rms_norm(x, norm), weight), to the bit; norm and weight are constants."""
+        ...
+
     def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
         """swiglu(linear(x, gate_up)): x [T, E], gate_up [E, 2 I] -> [T, I]."""
         ...

@@ -37,7 +37,12 @@ from kdray.kernels.reference_attention import (
     tile_batch,
 )
 from kdray.kernels.reference_draft import BlockView, attend_blocks
-from kdray.kernels.reference_gemm import gated_linear, linear, linear_and_gated
+from kdray.kernels.reference_gemm import (
+    gated_linear,
+    linear,
+    linear_and_gated,
+    norm_linear,
+)
 from kdray.kernels.reference_sampling import sample_tokens
 
 
@@ -51,6 +56,7 @@ class ReferenceOps:
     per_head = staticmethod(reference_fused.per_head)
     swiglu = staticmethod(reference_fused.swiglu)
     linear = staticmethod(linear)
+    norm_linear = staticmethod(norm_linear)
     gated_linear = staticmethod(gated_linear)
     linear_and_gated = staticmethod(linear_and_gated)
     route_experts = staticmethod(reference_fused.route_experts)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdray.kernels.reference_fused import swiglu
+from kdray.kernels.reference_fused import rms_norm, swiglu
+from kdray.kernels.ops import Norm
 
 
 def linear(
@@ -23,6 +24,11 @@ def linear(
     else:
         product = x.to(dtype) @ weight.to(dtype)
     return product if add is None else add + product
+
+
+def norm_linear(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+    """As in Ops."""
+    return linear(rms_norm(x, norm), weight)
 
 
 def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:

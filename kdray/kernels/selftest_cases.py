@@ -236,6 +236,7 @@ CASES: dict[str, Case] = {
     "absorb_query": _absorb,
     "per_head": selftest_products.per_head,
     "linear": selftest_products.linear,
+    "norm_linear": selftest_products.norm_linear,
     "gated_linear": selftest_products.gated_linear,
     "linear_and_gated": selftest_products.linear_and_gated,
     "swiglu": _swiglu,

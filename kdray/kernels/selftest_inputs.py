@@ -34,6 +34,7 @@ class Sizes:
     """One rank's, in the letters of ops.py.
 
     heads        of this rank          nope, value   widths of a head's key and value
+    query_latent of all heads' queries; 0: they have none
     experts      0: the model has none; inner: intermediate size of one, on this rank
     packed       whether their weights are INT4
     """
@@ -43,6 +44,7 @@ class Sizes:
     nope: int
     value: int
     latent: int
+    query_latent: int
     rope: int
     vocab: int
     experts: int

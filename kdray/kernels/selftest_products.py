@@ -27,6 +27,17 @@ def linear(ops: Ops, given: Inputs) -> list[Tensor]:
     return [ops.linear(x, narrow), wide, ops.linear(heads, behind, add=x)]
 
 
+def norm_linear(ops: Ops, given: Inputs) -> list[Tensor]:
+    """Queries from their latent, which is a part of a wider product."""
+    sizes = given.sizes
+    if not sizes.query_latent:
+        return []
+    wide = given.drawn(33, 5, sizes.query_latent + sizes.latent + sizes.rope)
+    up = given.matrix(34, sizes.query_latent, sizes.heads * (sizes.nope + sizes.rope))
+    norm = given.norm(sizes.query_latent)
+    return [ops.norm_linear(wide[:, : sizes.query_latent], norm, up)]
+
+
 def gated_linear(ops: Ops, given: Inputs) -> list[Tensor]:
     width = given.sizes.width
     return [ops.gated_linear(given.drawn(17, 5, width), given.matrix(18, width, 128))]

@@ -50,6 +50,7 @@ static_assert(SLOTS >= 3, "a step to read and some to come");
 static_assert((SLICES & (SLICES - 1)) == 0, "runs merge as a balanced tree");
 
 typedef WeightRing<ROW_TILES, SLOTS> Ring;
+constexpr int RING_BYTES = WARPS_M * WARPS_K * Ring::BYTES;
 #if TOKEN_TILES == 1
 typedef RowBuffers<TOKENS, WARPS_M, WARPS_K, CHUNK> Rows;
 constexpr int BARRIERS = 2;
@@ -93,16 +94,7 @@ struct Place {
 
 typedef float Sums[ROW_TILES][TOKEN_TILES][4];
 
-// A lane's weights of one step.
-struct Weights {
-    uint4 part[Ring::PARTS];
-
-    __device__ void load(const Ring& ring, int step)
-    {
-#pragma unroll
-        for (int p = 0; p < Ring::PARTS; ++p) part[p] = ring.part(step, p);
-    }
-};
+#include "skinny_gemm_weights.cuh"
 
 // A step's weights as the tensor cores take them.
 struct Operands {
@@ -240,33 +232,16 @@ __device__ __forceinline__ void multiply_run(Sums& sum, const Ring& ring, const 
 
 #endif
 
-// The warps' sums. `gated`: a tile is 8 gate rows, then their up rows. `barriers`: BARRIERS of them.
+// The warps' sums. `barriers`: BARRIERS of them.
 __device__ __forceinline__ void multiply_block(Sums& sum, const u16* x, const u16* weight,
                                                bool gated, const Sizes& sizes, const Place& place,
                                                SharedAddress barriers)
 {
-    const int lane = lane_id(), g = lane / 4, t = lane % 4;
-    const int first_step = sizes.first_step(place.slice());
-
-    Ring ring;
-    ring.steps = sizes.first_step(place.slice() + 1) - first_step;
-    ring.base = shared_address(block_memory) + threadIdx.x / WARP * Ring::BYTES + lane * 16;
-    const u16* const matrix = weight + (i64)blockIdx.z * sizes.w_head + first_step * STEP + 8 * t;
-    const int half = sizes.outputs / 2;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-        // Rows behind the last are computed with it, and written nowhere.
-        const int tile = (place.tile * WARPS_M + place.row_warp) * ROW_TILES + m;
-        const int row = min(tile * (gated ? 8 : 16) + g, (gated ? half : sizes.outputs) - 1);
-        const int other = gated ? row + half : min(tile * 16 + g + 8, sizes.outputs - 1);
-        ring.row[2 * m] = (const unsigned char*)(matrix + (i64)row * sizes.w_row);
-        ring.row[2 * m + 1] = (const unsigned char*)(matrix + (i64)other * sizes.w_row);
-    }
-    ring.fill();
-
-    const u16* const first_x = x + (i64)blockIdx.z * sizes.x_head + first_step * STEP;
-    const SharedAddress behind_rings =
-        shared_address(block_memory) + WARPS_M * WARPS_K * Ring::BYTES;
+    const int lane = lane_id();
+    const Ring ring = weights_of(weight, gated, sizes, place);
+    const u16* const first_x = x + (i64)blockIdx.z * sizes.x_head +
+                               sizes.first_step(place.slice()) * STEP;
+    const SharedAddress behind_rings = shared_address(block_memory) + RING_BYTES;
 #if TOKEN_TILES == 1
     const int own_row = place.first + lane * WARPS_M + place.row_warp;
     const Rows rows = {first_x + own_row * (i64)sizes.x_token, WARP * WARPS_M * sizes.x_token,

@@ -162,7 +162,7 @@ class LatentAttention:
             [self.down.shape[1] - kv_width, kv_width], dim=-1
         )
         if self.query_up is not None and self.query_norm is not None:
-            hidden = self.ops.linear(self.ops.rms_norm(hidden, self.query_norm), self.query_up)
+            hidden = self.ops.norm_linear(hidden, self.query_norm, self.query_up)
         query = hidden.view(x.shape[0], num_heads, -1)
         split, norm = rows.split, self.latent_norm
         if split.absorbed is not None and split.absorbed_rows is None:

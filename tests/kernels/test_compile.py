@@ -18,6 +18,7 @@ from kdray.kernels import (
     cuda_gemm,
     cuda_moe,
     cuda_moe_many,
+    cuda_norm_gemm,
     cuda_reduce,
     cuda_sampling,
     cuda_topk,
@@ -59,6 +60,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("skinny_gemm", "TOKEN_TILES=8"): 168,  # 384 threads
     ("absorb_query", ""): 128,
     ("absorb_query", "TOKEN_TILES=8"): 168,
+    ("skinny_gemm_normed", ""): 128,
     ("skinny_gemm_pair", ""): 128,
     ("skinny_gemm_pair", "TOKEN_TILES=8"): 168,
 }
@@ -79,6 +81,8 @@ PAIR = (GemmShape(7168, 384), GemmShape(7168, 512))  # the router, and a shared 
 PAIR_PLANS = {
     tiles: plan for tiles in TOKEN_TILES if (plan := pair_plan_for(*PAIR, tiles)) is not None
 }
+# Queries from their latent: Kimi K2.6's over 8 and 16, DeepSeek V3's over 8, the demo's.
+NORMED = [GemmShape(*sizes) for sizes in ((1536, 1536), (1536, 768), (1536, 3072), (128, 384))]
 GEMM_CASES = list(product(GEMMS, TOKEN_TILES))
 ABSORBED = ((GemmShape(128, 512, 8), 64), (GemmShape(32, 64, 8), 16))
 # width, inner, top_k; 9 of 2048: the parts of a drafter's MLP of 18432
@@ -117,6 +121,9 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "skinny_gemm": [
         cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
         for (shape, gated, dtype), tiles in GEMM_CASES
+    ],
+    "skinny_gemm_normed": [
+        cuda_norm_gemm.normed_defines(plan_for(shape, 1), shape.inputs) for shape in NORMED
     ],
     "skinny_gemm_pair": [
         cuda_gemm.pair_defines(plan, tiles, PAIR[0].steps, 1, torch.float32)
@@ -200,6 +207,17 @@ def test_pairs_fit_with_their_dynamic_memory() -> None:
     for tiles, plan in PAIR_PLANS.items():
         whole = gemm_plan.shared_bytes(plan, tiles, PAIR[0].steps)
         assert whole + gemm_plan.static_bytes(plan, tiles) <= MAX_BLOCK_BYTES, plan
+
+
+def test_rows_that_a_product_norms_fit_a_block() -> None:
+    for shape in NORMED:
+        plan = plan_for(shape, 1)
+        assert cuda_norm_gemm.is_whole(plan, shape.inputs), shape
+        defines = cuda_norm_gemm.normed_defines(plan, shape.inputs)
+        fixed = compiled("skinny_gemm_normed", ARCHS[0], tuple(defines.items()))
+        static = fixed.entries["skinny_gemm_normed"].shared_bytes
+        whole = gemm_plan.shared_bytes(plan, 1, shape.steps) + static
+        assert whole <= MAX_BLOCK_BYTES, (shape, plan)
 
 
 def test_experts_fit_with_their_dynamic_memory() -> None:

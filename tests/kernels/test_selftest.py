@@ -29,6 +29,7 @@ SIZES = Sizes(
     nope=16,
     value=16,
     latent=64,
+    query_latent=96,
     rope=16,
     vocab=300,
     experts=8,
@@ -42,8 +43,13 @@ SIZES = Sizes(
 )
 FP32 = replace(SIZES, dtype=torch.float32, kv_row=RowFormat.of(64, 16, torch.float32))
 IN_FP8 = replace(SIZES, kv_row=RowFormat.of(64, 16, FP8))
-DENSE = replace(SIZES, experts=0, rule=None, packed=False, draft=None)
-ALL = {"bf16": SIZES, "fp32": FP32, "fp8 cache": IN_FP8, "dense, no drafter": DENSE}
+DENSE = replace(SIZES, experts=0, rule=None, packed=False, draft=None, query_latent=0)
+ALL = {
+    "bf16": SIZES,
+    "fp32": FP32,
+    "fp8 cache": IN_FP8,
+    "dense, no drafter, no latent queries": DENSE,
+}
 METHOD = {  # of the case, where it is not the case's name
     "verify_attention of prompts": "verify_attention",
     "moe_w4a16_few": "moe_w4a16",

@@ -1,0 +1,56 @@
+"""norm_linear against the two launches it stands for, to the bit.
+
+Used for the kernel on a GPU and for its source on the CPU. Inputs are made on the CPU from a seed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdray.kernels import cuda_norm_gemm
+from kdray.kernels.cuda import CudaOps
+from tests.kernels.fused_cases import SomeNorm, some_norm
+from tests.kernels.gemm_cases import drawn, matrix, settle
+
+
+def latent_rows(tokens: int, width: int, gap: int, device: torch.device) -> Tensor:
+    """The beginning of rows that are wider by `gap`; sizes differ from row to row, one is zero, and
+    one's squares are no numbers."""
+    x = drawn(tokens, tokens, width + gap).to(device)[:, :width]
+    x *= torch.logspace(-3, 3, tokens, device=device).bfloat16()[:, None]
+    x[:, 1] *= 50
+    if tokens > 4:
+        x[1] = 0
+        x[3, width // 2] = torch.inf
+    return x
+
+
+def one_by_one(ops: CudaOps, x: Tensor, norm: SomeNorm, weight: Tensor) -> Tensor:
+    return ops.linear(ops.rms_norm(x, norm), weight)
+
+
+def check_normed(ops: CudaOps, tokens: int, width: int, outputs: int, gap: int = 8) -> None:
+    device = ops.device
+    x, weight = latent_rows(tokens, width, gap, device), matrix(7, width, outputs, device)
+    norm = some_norm(width, torch.bfloat16, device)
+    settle(device)
+    assert cuda_norm_gemm.takes(ops._gemm, x, norm, weight)
+    before = x.clone()
+    found, wanted = ops.norm_linear(x, norm, weight), one_by_one(ops, x, norm, weight)
+    assert found.shape == (tokens, outputs)
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    assert torch.equal(x, before)
+    sound = torch.arange(tokens, device=device) % 5 != 3 if tokens > 4 else slice(None)
+    assert found[sound].isfinite().all() and found[0].any()
+
+
+def check_alone(ops: CudaOps, tokens: int, width: int, outputs: int) -> None:
+    """A row's bits are the same alone and in any batch, by one launch or by two."""
+    device = ops.device
+    x, weight = drawn(3, tokens, width).to(device), matrix(4, width, outputs, device)
+    norm = some_norm(width, torch.bfloat16, device)
+    settle(device)
+    whole = ops.norm_linear(x, norm, weight)
+    for first, last in ((0, 1), (2, 5), (0, 8), (tokens - 3, tokens), (0, tokens - 1)):
+        assert torch.equal(ops.norm_linear(x[first:last], norm, weight), whole[first:last])
