@@ -26,7 +26,7 @@ from kdray.kernels.ops import Norm
 MOST_ROWS = TOKEN_TILE  # above, blocks would read more of x than the norm's launch costs
 # As in the .cuh file.
 MOST_WIDTH = 3072
-MOST_UNITS = 6
+MOST_UNITS = 8
 
 
 def takes(gemm: CudaGemm, x: Tensor, norm: Norm, weight: Tensor) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdray.kernels.reference_fused import rms_norm, swiglu
 from kdray.kernels.ops import Norm
+from kdray.kernels.reference_fused import rms_norm, swiglu
 
 
 def linear(

@@ -14,7 +14,7 @@
 // them in its shared memory while its weights are under way, and multiplies its tile of outputs. Only
 // x waits for the kernel in front.
 // Limits: at most 8 tokens, WIDTH a multiple of 32 up to 3072; all of a row's steps in a block's
-// buffers at once (CHUNK), at most 6 of the rows' warp-wide parts a warp; strides of 8, of out 4.
+// buffers at once (CHUNK), at most 8 of the rows' warp-wide parts a warp; strides of 8, of out 4.
 // Static shared memory: 4 bytes for each of 8 rows and each 256 numbers of one. Precision, oracles and
 // tolerance are those files'.
 

@@ -16,7 +16,7 @@ struct NormedRows {
     static_assert(WIDTH % STEP == 0 && WIDTH <= 3072, "a vector a thread of rms_norm.cu's");
     static_assert(TOKEN_TILES == 1 && SPLIT == 1, "a block has whole rows");
     static_assert((WIDTH / STEP + SLICES - 1) / SLICES <= CHUNK, "and all of them at once");
-    static_assert(UNITS <= 6, "its vectors and their weights must fit the registers");
+    static_assert(UNITS <= 8, "its vectors and their weights must fit the registers");
 
     const u16* x;
     int x_row;  // numbers from one to the next

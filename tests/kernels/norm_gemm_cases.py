@@ -54,3 +54,46 @@ def check_alone(ops: CudaOps, tokens: int, width: int, outputs: int) -> None:
     whole = ops.norm_linear(x, norm, weight)
     for first, last in ((0, 1), (2, 5), (0, 8), (tokens - 3, tokens), (0, tokens - 1)):
         assert torch.equal(ops.norm_linear(x[first:last], norm, weight), whole[first:last])
+
+
+def check_order(ops: CudaOps, width: int) -> None:
+    """Rows whose norm shows in which order a row's squares are added up: numbers that stand so near
+    a half of bfloat16's place that a last bit of the scale decides. Each output is one of them."""
+    device = ops.device
+    norm = SomeNorm(torch.ones(width).bfloat16().to(device), torch.tensor(1e-6, device=device))
+    x = drawn(1, 4096, width)
+    found = [normed(x, norm, backwards) for backwards in (False, True)]
+    row, column = (found[0] != found[1]).nonzero().T
+    rows = row.unique()[:8]
+    columns = column[torch.isin(row, rows)]
+    assert len(rows) > 1
+    weight = torch.zeros(-len(columns) // 8 * -8, width, dtype=torch.bfloat16)
+    weight[torch.arange(len(columns)), columns] = 1
+    x, weight = x[rows].to(device), weight.to(device).T
+    settle(device)
+    assert cuda_norm_gemm.takes(ops._gemm, x, norm, weight)
+    picked = ops.norm_linear(x, norm, weight)[:, : len(columns)].cpu()
+    assert torch.equal(picked, ops.rms_norm(x, norm).cpu()[:, columns])
+    assert not torch.equal(picked, found[1][rows][:, columns])
+
+
+def normed(x: Tensor, norm: SomeNorm, backwards: bool) -> Tensor:
+    """A vector of 8 by itself, a warp's in a tree, then warps in their order, or against it."""
+    width, square = x.shape[1], x.float().square()
+    vectors = torch.zeros(len(x), -(-width // 256) * 32)
+    for i in range(8):
+        vectors[:, : width // 8] += square[:, i::8]
+    parts = vectors.view(len(x), -1, 32)
+    while parts.shape[2] > 1:
+        half = parts.shape[2] // 2
+        parts = parts[..., :half] + parts[..., half:]
+    places = list(range(parts.shape[1]))
+    total = torch.zeros(len(x))
+    for place in reversed(places) if backwards else places:
+        total += parts[:, place, 0]
+    mean = norm.eps.cpu() + total * (1 / width)
+    if norm.eps.is_cuda:  # which rounds that once
+        inverse = torch.tensor(1 / width, dtype=torch.float32).double()
+        mean = (norm.eps.cpu().double() + total.double() * inverse).float()
+    scale = 1 / mean.sqrt()
+    return (x * scale[:, None]).bfloat16()

@@ -23,6 +23,7 @@ CUTS = [
     (GemmPlan(2, 2, 2, 1, 3), 608),
     (GemmPlan(1, 1, 4, 1, 4), 96),  # a run of nothing
     (GemmPlan(1, 2, 1, 1, 8), 32),
+    (GemmPlan(1, 1, 1, 1, 8), 128),  # one warp holds all rows
     (GemmPlan(1, 1, 16, 1, 3), 2304),  # nine parts, which five rounds share
 ]
 
@@ -43,6 +44,11 @@ def test_it_is_its_two_launches(plan: GemmPlan, width: int) -> None:
 def test_every_number_of_rows(tokens: int) -> None:
     plan, width = CUTS[0]
     cases.check_normed(ops_of(9, plan), tokens, width, 24, gap=576)
+
+
+@pytest.mark.parametrize(("plan", "width"), [CUTS[0], CUTS[1], CUTS[-1]], ids=str)
+def test_squares_are_added_up_in_the_norms_order(plan: GemmPlan, width: int) -> None:
+    cases.check_order(ops_of(5, plan), width)
 
 
 def test_the_plan_of_the_table() -> None:
