@@ -23,6 +23,7 @@ def test_a_rank_of_kimi_k26() -> None:
     )
     first, other = (kernel_sizes(config, resolve(config), Shard(rank, 8)) for rank in (0, 1))
     assert (first.width, first.heads, first.latent, first.rope) == (7168, 8, 512, 64)
+    assert first.query_latent == 1536
     assert (first.nope, first.value, first.experts, first.inner) == (128, 128, 384, 256)
     assert first.rule is not None and first.rule.top_k == 8
     assert first.draft == DraftSizes(heads=64, groups=8, dim=128, slots=8)

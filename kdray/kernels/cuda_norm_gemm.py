@@ -24,9 +24,7 @@ from kdray.kernels.loader import MAX_BLOCK_BYTES
 from kdray.kernels.ops import Norm
 
 MOST_ROWS = TOKEN_TILE  # above, blocks would read more of x than the norm's launch costs
-# As in the .cuh file.
-MOST_WIDTH = 3072
-MOST_UNITS = 8
+MOST_WIDTH = 4096  # a vector a thread of rms_norm.cu's; as in the .cuh file
 
 
 def takes(gemm: CudaGemm, x: Tensor, norm: Norm, weight: Tensor) -> bool:
@@ -61,24 +59,18 @@ def _plan(gemm: CudaGemm, shape: GemmShape) -> GemmPlan:
 
 @cache
 def is_whole(plan: GemmPlan, width: int) -> bool:
-    """Whether a block has whole rows at once, and enough warps to hold them in registers."""
+    """Whether a block has whole rows at once, and as many warps as rms_norm.cu takes for one."""
     steps = width // STEP
-    parts = _parts(width)
-    units = -(-TOKEN_TILE * parts // plan.warps)
+    parts = int(cuda_fused.norm_defines(width, torch.bfloat16)["THREADS"]) // WARP
     sums = -(-4 * TOKEN_TILE * parts // 128) * 128
     whole = shared_bytes(plan, 1, steps) + max(static_bytes(plan, 1), sums)
     return (
         plan.split == 1
         and -(-steps // plan.runs) <= chunk_of(plan, 1, steps)
         and width <= MOST_WIDTH
-        and units <= MOST_UNITS
+        and parts <= plan.warps
         and whole <= MAX_BLOCK_BYTES
     )
-
-
-def _parts(width: int) -> int:
-    """Warps that rms_norm.cu takes for a row."""
-    return int(cuda_fused.norm_defines(width, torch.bfloat16)["THREADS"]) // WARP
 
 
 @cache

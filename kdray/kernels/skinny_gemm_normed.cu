@@ -13,8 +13,8 @@
 // Grid: as skinny_gemm.cu's of one head, few tokens and SPLIT 1. Every block fetches whole rows, norms
 // them in its shared memory while its weights are under way, and multiplies its tile of outputs. Only
 // x waits for the kernel in front.
-// Limits: at most 8 tokens, WIDTH a multiple of 32 up to 3072; all of a row's steps in a block's
-// buffers at once (CHUNK), at most 8 of the rows' warp-wide parts a warp; strides of 8, of out 4.
+// Limits: at most 8 tokens, WIDTH a multiple of 32 up to 4096; all of a row's steps in a block's
+// buffers at once (CHUNK), a warp of the block for each 256 numbers of a row; strides of 8, of out 4.
 // Static shared memory: 4 bytes for each of 8 rows and each 256 numbers of one. Precision, oracles and
 // tolerance are those files'.
 
@@ -36,24 +36,18 @@ skinny_gemm_normed(u16* out, const u16* x, const u16* weight, const uint4* facto
                    const float* eps, uint4* work, int tokens, int outputs, int x_token, int w_row,
                    int out_token)
 {
-    __shared__ float part[NormedRows::PARTS * TOKENS];
+    __shared__ float row_sums[NormedRows::PARTS * TOKENS];
     let_next_start();
     const Sizes sizes = {tokens, WIDTH, outputs, x_token, 0, w_row, 0, out_token, 0};
     const Place place(tokens, threadIdx.x);
     const Ring ring = weights_of(weight, false, sizes, place);
-    NormedRows rows = {x,
-                       x_token,
-                       (u32)tokens,
-                       threadIdx.x / WARP,
-                       threadIdx.x % WARP,
-                       shared_address(block_memory) + RING_BYTES,
-                       part};
-    rows.fetch_weights(factor, eps);
+    const NormedRows rows(x, x_token, tokens, factor, eps);
+    const SharedAddress behind_rings = shared_address(block_memory) + RING_BYTES;
     wait_for_previous();
-    rows.bring();
+    rows.bring(behind_rings, row_sums);
     Sums sum = {};
     int step = 0;
-    multiply_steps(sum, ring, step, ring.steps, rows.run(place.run));
+    multiply_steps(sum, ring, step, ring.steps, behind_rings + rows.share(place.run));
     __syncthreads();  // rings and rows have been read
     const Place again(tokens, fresh_thread());
     lay_out((float*)block_memory, sum, again);

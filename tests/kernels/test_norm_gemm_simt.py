@@ -18,13 +18,14 @@ CPU = torch.device("cpu")
 # (row tiles, warps over outputs, over runs, split, slots), width of a row
 CUTS = [
     (GemmPlan(1, 1, 16, 1, 4), 1536),  # Kimi K2.6's
-    (GemmPlan(2, 1, 8, 1, 4), 1536),  # six parts of rows a warp
+    (GemmPlan(2, 1, 8, 1, 4), 1536),  # a warp has its part of all eight rows
     (GemmPlan(1, 2, 4, 1, 4), 288),  # runs of 2 and 3 steps; a second part of 4 vectors
     (GemmPlan(2, 2, 2, 1, 3), 608),
     (GemmPlan(1, 1, 4, 1, 4), 96),  # a run of nothing
+    (GemmPlan(1, 2, 4, 1, 4), 160),  # a warp a row
     (GemmPlan(1, 2, 1, 1, 8), 32),
-    (GemmPlan(1, 1, 1, 1, 8), 128),  # one warp holds all rows
-    (GemmPlan(1, 1, 16, 1, 3), 2304),  # nine parts, which five rounds share
+    (GemmPlan(1, 1, 1, 1, 8), 128),  # one warp has all rows
+    (GemmPlan(1, 1, 16, 1, 3), 2304),  # nine warps of sixteen
 ]
 
 
@@ -64,7 +65,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     [
         (GemmPlan(1, 1, 4, 2, 4), 256),  # a block has half of a row
         (GemmPlan(1, 1, 1, 1, 8), 576),  # it comes in two chunks
-        (GemmPlan(1, 1, 4, 1, 4), 1536),  # registers of four warps do not hold eight
+        (GemmPlan(1, 1, 4, 1, 4), 1536),  # four warps, and a row takes six
         (GemmPlan(1, 1, 16, 1, 4), 4608),  # rms_norm.cu has two vectors a thread
     ],
     ids=str,
