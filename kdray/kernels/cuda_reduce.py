@@ -1,4 +1,6 @@
-"""Launches all_reduce.cu: sums over ranks that read one another's memory, for short messages."""
+"""Launches all_reduce.cu and all_reduce_norm.cu: sums over ranks that read one another's memory, for
+short messages, by themselves and with the residual add and the norm that follow them in a layer.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,28 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
+from kdray.kernels import cuda_fused
 from kdray.kernels.loader import KernelLoader
+from kdray.kernels.ops import Norm
 
-# As in all_reduce.cu.
+# As in rank_sums.cuh and the .cu files.
 THREADS, BLOCKS, MAX_RANKS = 256, 16, 8
 FLAG_BYTES = MAX_RANKS * BLOCKS * 4
 VECTOR_BYTES = 16
 HANDLE_BYTES = 64
+MAX_NORM_ROWS = BLOCKS  # a block each
+MAX_NORM_ITEMS = 4  # vectors a thread of all_reduce_norm holds
 DTYPES = (torch.bfloat16, torch.float32)
 
 Gather = Callable[[Tensor], Tensor]
 
 
 def defines(dtype: torch.dtype) -> dict[str, str | int]:
-    return {"BF16": int(dtype == torch.bfloat16)}
+    return {"INPUT_BF16": int(dtype == torch.bfloat16)}
+
+
+def norm_defines(width: int, dtype: torch.dtype, ranks: int) -> dict[str, str | int]:
+    return cuda_fused.norm_defines(width, dtype) | {"RANKS": ranks}
 
 
 class OneShotReduce:
@@ -60,6 +70,30 @@ class OneShotReduce:
         sizes = (len(self._regions), x.numel() * x.itemsize // VECTOR_BYTES, self._capacity)
         kernel.launch(BLOCKS, THREADS, (x, self._regions, self._sequence, self._rank, *sizes))
         return x
+
+    def takes_norm(self, part: Tensor, x: Tensor, norm: Norm) -> bool:
+        few = part.dim() == 2 and len(part) <= MAX_NORM_ROWS and self.takes(part)
+        alike = part.shape == x.shape and part.dtype == x.dtype and part.device == x.device
+        if not few or not alike or not x.is_contiguous() or not cuda_fused.takes_norm(x, norm):
+            return False
+        vectors = x.shape[1] * x.itemsize // VECTOR_BYTES
+        return vectors <= MAX_NORM_ITEMS * cuda_fused.MOST_NORM_THREADS
+
+    def all_reduce_norm(self, part: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """CudaFused.add_rms_norm(x, all_reduce(part), norm) of rows [T, E], to the bit."""
+        if not self.takes_norm(part, x, norm):
+            raise KernelError(
+                f"all_reduce_norm takes no {tuple(part.shape)} of {part.dtype} and "
+                f"{tuple(x.shape)} of {x.dtype}: up to {MAX_NORM_ROWS} rows of whole vectors of 16 "
+                f"bytes of bfloat16 or float32, {MAX_NORM_ITEMS} a thread"
+            )
+        defines = norm_defines(x.shape[1], x.dtype, len(self._regions))
+        kernel = self._loader.get("all_reduce_norm", "all_reduce_norm", defines)
+        out, total = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device).unbind()
+        arrays = (out, total, x, part, norm.weight, norm.eps, self._regions, self._sequence)
+        sizes = (self._rank, self._capacity)
+        kernel.launch(len(x), int(defines["THREADS"]), (*arrays, *sizes), overlap=True)
+        return total, out
 
 
 class SharedRegions:

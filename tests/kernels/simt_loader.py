@@ -13,11 +13,15 @@ from tests.kernels.simt.kernel import SimtKernel
 
 
 class SimtLoader:
-    """Stands in for a KernelLoader; `seed` draws the order in which threads run."""
+    """Stands in for a KernelLoader; `seed` draws the order in which threads run.
 
-    def __init__(self, seed: int = 0) -> None:
+    apart: its kernels may run while those of other loaders do, on another thread.
+    """
+
+    def __init__(self, seed: int = 0, *, apart: bool = False) -> None:
         self.device = torch.device("cpu")
         self._seed = seed
+        self._apart = apart
         self._kernels: dict[tuple[str, tuple[tuple[str, str | int], ...]], SimtKernel] = {}
 
     def get(
@@ -25,7 +29,7 @@ class SimtLoader:
     ) -> SimtEntry:
         key = (name, tuple((defines or {}).items()))
         if key not in self._kernels:
-            self._kernels[key] = SimtKernel(name, defines)
+            self._kernels[key] = SimtKernel(name, defines, apart=self._apart)
         return SimtEntry(self._kernels[key], entry, self._seed)
 
 
@@ -53,8 +57,8 @@ class SimtEntry:
         self._kernel.launch(self._entry, _sizes(grid), _sizes(block), words, seed=self._seed)
 
 
-def simt_loader(seed: int = 0) -> KernelLoader:
-    return cast("KernelLoader", SimtLoader(seed))
+def simt_loader(seed: int = 0, *, apart: bool = False) -> KernelLoader:
+    return cast("KernelLoader", SimtLoader(seed, apart=apart))
 
 
 def _sizes(extent: Extent) -> tuple[int, ...]:

@@ -7,36 +7,9 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
-from kdray.kernels.cuda_reduce import BLOCKS, FLAG_BYTES, MAX_RANKS, OneShotReduce, region_bytes
-from tests.kernels.simt_loader import simt_loader
+from tests.kernels.simt_ranks import Ranks
 
 CAPACITY = 1 << 12
-
-
-class Ranks:
-    """The regions of `size` ranks in this process; the rank under test is `rank`."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.regions = [torch.zeros(region_bytes(CAPACITY), dtype=torch.uint8) for _ in range(size)]
-        self.rank = rank
-        addresses = [region.data_ptr() for region in self.regions]
-        self.reduce = OneShotReduce(simt_loader(), addresses, rank, CAPACITY)
-
-    def flags(self, rank: int) -> Tensor:
-        """[MAX_RANKS, BLOCKS]: what rank has been told, by whom."""
-        return self.regions[rank][:FLAG_BYTES].view(torch.int32).view(MAX_RANKS, BLOCKS)
-
-    def buffer(self, rank: int, launch: int, x: Tensor) -> Tensor:
-        start = FLAG_BYTES + launch % 2 * CAPACITY
-        size = x.numel() * x.itemsize
-        return self.regions[rank][start : start + size].view(x.dtype)
-
-    def arrive(self, launch: int, parts: list[Tensor]) -> None:
-        """What the other ranks write before and while the rank under test waits."""
-        for other, part in enumerate(parts):
-            if other != self.rank:
-                self.buffer(other, launch, part).copy_(part.flatten())
-                self.flags(self.rank)[other] = launch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -43,6 +43,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("build_tree_pop_64", ""): 96,
     ("build_tree_pop_128", ""): 96,
     ("rms_norm", "WIDTH=16384"): 128,  # the widest that are taken, all in registers
+    ("all_reduce_norm", ""): 128,  # one block of 512 at most, of few: all parts in flight
     ("rope_cache", "LATENT_DIM=1024"): 96,
     ("verify_attention", ""): 168,  # one block of 384: queries and results stay in registers
     ("verify_attention_fp32", ""): 128,
@@ -94,6 +95,12 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
         for (shape, key_dim), tiles, fp8 in product(ABSORBED, TOKEN_TILES, (False, True))
     ],
     "all_reduce": [cuda_reduce.defines(dtype) for dtype in cuda_reduce.DTYPES],
+    "all_reduce_norm": [
+        cuda_reduce.norm_defines(width, dtype, ranks)
+        for width, ranks in product((8, 2056, 7168, 16384), (2, 8))
+        for dtype in cuda_fused.DTYPES
+        if width * dtype.itemsize <= 1 << 15  # 4 vectors a thread of 512
+    ],
     "topk_logprob": [
         cuda_topk.defines(k, dtype) for k in cuda_topk.COMPILED_K for dtype in cuda_topk.DTYPES
     ],

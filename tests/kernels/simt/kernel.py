@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kdray" / "kernels"
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-fno-gnu-unique")
 BUILDS = Path(tempfile.gettempdir()) / "kdray-simt"
 
 Argument = NDArray[np.generic] | np.generic | int | None
@@ -25,10 +26,16 @@ _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\
 
 
 class SimtKernel:
-    """Entry points of one kernel file."""
+    """Entry points of one kernel file.
 
-    def __init__(self, name: str, defines: Mapping[str, str | int] | None = None) -> None:
-        self._library = ctypes.CDLL(str(_build(name, defines or {})))
+    apart: with a machine of its own, which runs beside others on another thread.
+    """
+
+    def __init__(
+        self, name: str, defines: Mapping[str, str | int] | None = None, *, apart: bool = False
+    ) -> None:
+        built = _build(name, defines or {})
+        self._library = _load_copy(built) if apart else ctypes.CDLL(str(built))
 
     def launch(
         self,
@@ -45,6 +52,12 @@ class SimtKernel:
         pointers = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
         run = getattr(self._library, f"simt_run_{entry}")
         run(pointers, _three(grid), _three(block), ctypes.c_uint(seed))
+
+
+def _load_copy(built: Path) -> ctypes.CDLL:
+    """A file that has been loaded already would be the same library again."""
+    with tempfile.TemporaryDirectory(dir=BUILDS) as folder:
+        return ctypes.CDLL(shutil.copy(built, folder))
 
 
 def _value(argument: Argument) -> NDArray[np.generic]:

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -75,6 +76,7 @@ namespace simt {
 
 constexpr size_t SHARED_LIMIT = 99 * 1024;
 constexpr size_t STACK_BYTES = 64 * 1024;
+constexpr int PATIENCE = 20000;  // rounds of blocks that wait
 alignas(128) inline unsigned char dynamic_shared[SHARED_LIMIT + 64];
 
 enum class Wait { none, warp, block, barrier, others, done };
@@ -97,7 +99,7 @@ inline void land(const Copy& copy)
 
 struct Fiber {
     ucontext_t context;
-    std::vector<unsigned char> stack;
+    std::unique_ptr<unsigned char[]> stack;  // not filled: most of it is never touched
     Wait wait = Wait::none;
     const char* operation = nullptr;
     unsigned mask = 0;
@@ -445,12 +447,12 @@ inline void start_block(int threads)
     machine.idle_spins = 0;
     for (int t = 0; t < threads; ++t) {
         Fiber& fiber = machine.fibers[t];
-        fiber.stack.resize(STACK_BYTES);
+        if (!fiber.stack) fiber.stack.reset(new unsigned char[STACK_BYTES]);
         fiber.wait = Wait::none;
         fiber.copies.clear();
         fiber.groups.clear();
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
         fiber.context.uc_stack.ss_size = STACK_BYTES;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, fiber_main, 0);
@@ -527,7 +529,8 @@ inline void take_up(Block& block)
 inline void run_waiting(std::vector<Block>& waiting)
 {
     for (int round = 0; !waiting.empty(); ++round) {
-        if (round == 10000) fail("blocks wait for one another", "wait_for_other_blocks");
+        if (round == PATIENCE) fail("blocks wait for one another", "wait_for_other_blocks");
+        if (round > PATIENCE / 100) usleep(1000);  // for launches of other ranks
         std::shuffle(waiting.begin(), waiting.end(), machine.random);
         std::vector<Block> still;
         for (Block& block : waiting) {
@@ -545,6 +548,13 @@ inline void wait_for_other_blocks()
     me().wait = Wait::others;
     me().operation = "wait_for_other_blocks";
     yield_to_scheduler();
+}
+
+// Where a launch reads what those of other ranks may write, each in its own copy of the library and on
+// its own thread: now and then long enough for them to get as far ahead as they can.
+inline void linger()
+{
+    if (machine.random() % 128 == 0) usleep(50);
 }
 
 // Shared memory by address, bounds checked; a fiber may lose its turn here.
