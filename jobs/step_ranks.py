@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 MEET_S = 300.0
 
 
-class Loopback:
+class Loopback(Collectives):
     """The collectives of rank 0 of `size` where the others are not: what they would send is what
     it has itself. Sums stay its own part; joins repeat it. Nothing travels, so a step that is timed
     with it lacks what travelling takes."""

@@ -12,11 +12,12 @@ from step_rows import StepCase, step_of
 from step_time import distinct_experts, replayed, spans_ms
 from torch import Tensor
 
+from kdray.kernels.ops import Norm, Ops
 from kdray.model.parallel import Collectives
 from kdray.verifier.collectives import TorchCollectives
 
 
-class Mutable:
+class Mutable(Collectives):
     """The ranks' collectives, which can be left out for a while, on all ranks alike.
 
     A step that is run or captured meanwhile sends nothing and waits for nobody; its numbers are
@@ -38,6 +39,11 @@ class Mutable:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._now.all_reduce(x)
+
+    def all_reduce_norm(
+        self, partial: Tensor, x: Tensor, norm: Norm, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        return self._now.all_reduce_norm(partial, x, norm, ops)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._now.all_gather(x)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdray.model.parallel import Collectives
+
 _TIMEOUT_S = 60.0
 
 
@@ -33,7 +35,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     meeting: Meeting
     rank: int
 

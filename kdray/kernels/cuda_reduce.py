@@ -1,5 +1,6 @@
-"""Launches all_reduce.cu and all_reduce_norm.cu: sums over ranks that read one another's memory, for
-short messages, by themselves and with the residual add and the norm that follow them in a layer.
+"""Launches all_reduce.cu and all_reduce_norm.cu: sums over ranks that read one another's memory.
+
+For short messages, by themselves and with the residual add and the norm behind them in a layer.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kdray.kernels.ops import Norm, Ops
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -28,6 +30,13 @@ class Collectives(Protocol):
         """Sum over ranks, every rank getting the same bits; may work in place."""
         ...
 
+    def all_reduce_norm(
+        self, partial: Tensor, x: Tensor, norm: Norm, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """x + the sum of `partial` over ranks [.., E], and the norm of that; may overwrite
+        `partial`. Whoever knows a shorter way has the same bits by it."""
+        return ops.add_rms_norm(x, self.all_reduce(partial), norm)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Join the ranks' parts along the last dimension, in rank order."""
         ...
@@ -45,7 +54,7 @@ class Collectives(Protocol):
         ...
 
 
-class SoloCollectives:
+class SoloCollectives(Collectives):
     """One rank: nothing to do."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

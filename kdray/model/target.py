@@ -145,7 +145,7 @@ class TargetModel:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> TargetOutput:
         """Run T rows; their KV is written to caches (one [S, C + D] a layer) at batch.slot."""
-        reduce = self.collectives.all_reduce
+        reduce_norm = self.collectives.all_reduce_norm
         rows = Rows(
             turns=self.rope.turns(batch.position),
             slot=batch.slot,
@@ -155,10 +155,10 @@ class TargetModel:
         normed = self.ops.rms_norm(x, self.layers[0].attention_norm)
         outputs: dict[int, Tensor] = {}
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            attended = reduce(layer.attention.partial(normed, rows, cache))
-            x, normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
-            mixed = reduce(layer.mlp.partial(normed, batch.live))
-            x, normed = self.ops.add_rms_norm(x, mixed, self._norm_after(i))
+            attended = layer.attention.partial(normed, rows, cache)
+            x, normed = reduce_norm(attended, x, layer.mlp_norm, self.ops)
+            mixed = layer.mlp.partial(normed, batch.live)
+            x, normed = reduce_norm(mixed, x, self._norm_after(i), self.ops)
             if i in self.taps:
                 outputs[i] = x
         features = [outputs[i] for i in self.taps] or [x[:, :0]]

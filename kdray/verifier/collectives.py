@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kdray.errors import StartupError
-from kdray.model.parallel import Shard
+from kdray.kernels.ops import Norm, Ops
+from kdray.model.parallel import Collectives, Shard
 from kdray.verifier.links import check_links
 from kdray.verifier.short_sums import ShortSums, open_short_sums
 
 
-class TorchCollectives:
+class TorchCollectives(Collectives):
     """One process group of all ranks, met through the store that rank 0 keeps open."""
 
     def __init__(
@@ -56,6 +57,13 @@ class TorchCollectives:
             return self._short.reduce.all_reduce(x)
         dist.all_reduce(x)
         return x
+
+    def all_reduce_norm(
+        self, partial: Tensor, x: Tensor, norm: Norm, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        if self._short is not None and self._short.takes_norm(partial, x, norm):
+            return self._short.reduce.all_reduce_norm(partial, x, norm)
+        return super().all_reduce_norm(partial, x, norm, ops)
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self._size)]

@@ -1,47 +1,59 @@
 """Sums of short messages by ranks that read one another's memory, where that is faster than NCCL.
 
-Decided by a measurement when the ranks have met, and by all alike: rank 0's word counts.
+Those of few rows do the residual add and the norm behind them in the same launch, where that is
+faster than the faster of both sums with a launch behind it. Decided by a measurement when the ranks
+have met, and by all alike: rank 0's word counts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kdray.errors import KernelError, LinkError
+from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_reduce import MAX_RANKS, OneShotReduce, SharedRegions
-from kdray.kernels.graphs import record
 from kdray.kernels.loader import KernelLoader
+from kdray.kernels.ops import Norm
+from kdray.model.layers import RmsNorm
 from kdray.model.parallel import Collectives, Shard
 from kdray.verifier.links import reaches_peers
+from kdray.verifier.sum_times import Way, first_wins, times_us
 
 CAPACITY_BYTES = 1 << 20
 SIZES = tuple(1 << power for power in range(14, 21))  # bytes: from one row of Kimi's to 73
-_CALLS, _REPLAYS = 20, 5
+NORM_ROWS = (1, 2, 4, 8)  # with the norm behind them: more are not taken
+NORM_WIDTH = 7168  # Kimi's and DeepSeek's, in bf16; wider rows are not taken
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShortSums:
-    """reduce   for messages of at most limit_bytes; regions must outlive it"""
+    """reduce   for messages of at most limit_bytes, and for up to norm_rows rows with a norm behind
+    them; regions must outlive it"""
 
     reduce: OneShotReduce
     regions: SharedRegions
     limit_bytes: int
+    norm_rows: int
 
     def takes(self, x: Tensor) -> bool:
         return x.numel() * x.itemsize <= self.limit_bytes and self.reduce.takes(x)
+
+    def takes_norm(self, part: Tensor, x: Tensor, norm: Norm) -> bool:
+        narrow = part.shape[-1] * part.itemsize <= NORM_WIDTH * torch.bfloat16.itemsize
+        few = len(part) <= self.norm_rows
+        return few and narrow and self.reduce.takes_norm(part, x, norm)
 
 
 def open_short_sums(
     collectives: Collectives, shard: Shard, device: torch.device
 ) -> ShortSums | None:
-    """None where the ranks cannot or may not read one another's memory, or NCCL is faster at every
-    size.
+    """None where the ranks cannot or may not read one another's memory, or nothing is faster by it.
 
     All ranks call it together. Raises LinkError where sums come wrong.
     """
@@ -50,14 +62,19 @@ def open_short_sums(
     regions = open_regions(collectives, shard, device, CAPACITY_BYTES)
     if regions is None:
         return None
-    reduce = OneShotReduce(KernelLoader(device), regions.addresses, shard.rank, CAPACITY_BYTES)
+    loader = KernelLoader(device)
+    reduce = OneShotReduce(loader, regions.addresses, shard.rank, CAPACITY_BYTES)
     for size in (SIZES[0], SIZES[-1]):
         _check(reduce, shard, device, size)
-    limit = _limit(reduce.all_reduce, collectives, shard, device)
-    if limit == 0:
+    norms = _Norms(reduce, CudaFused(loader))
+    for rows in (NORM_ROWS[0], NORM_ROWS[-1]):
+        norms.check(shard, rows)
+    limit = _limit(reduce, collectives, shard, device)
+    norm_rows = _norm_rows(norms, collectives, shard)
+    if limit == norm_rows == 0:
         regions.close()
         return None
-    return ShortSums(reduce, regions, limit)
+    return ShortSums(reduce=reduce, regions=regions, limit_bytes=limit, norm_rows=norm_rows)
 
 
 def open_regions(
@@ -91,52 +108,80 @@ def _check(reduce: OneShotReduce, shard: Shard, device: torch.device, size: int)
             raise LinkError(f"rank {shard.rank} got a wrong sum over the GPUs' shared memory")
 
 
+class _Norms:
+    """Sums of a few rows with a norm behind them, in one launch and in two, beside rows of a
+    residual stream."""
+
+    def __init__(self, reduce: OneShotReduce, fused: CudaFused) -> None:
+        self.reduce = reduce
+        self._fused = fused
+        self.device = fused.device
+        place = torch.arange(NORM_ROWS[-1] * NORM_WIDTH, device=self.device)
+        x = ((place * 31 + 1) % 8191 - 4095).float() / 512
+        self._x = x.to(torch.bfloat16).view(-1, NORM_WIDTH)
+        self._norm = RmsNorm.of(self._x[0].clone(), 1e-6)
+
+    def in_one(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        return self.reduce.all_reduce_norm(part, self._x[: len(part)], self._norm)
+
+    def behind(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        return self._fused.add_rms_norm(self._x[: len(total)], total, self._norm)
+
+    def check(self, shard: Shard, rows: int) -> None:
+        """Both have the same bits, or LinkError."""
+        for turn in range(4):
+            part = self._x[:rows].roll(shard.rank + shard.size * turn + 1, 1) / 3
+            found = self.in_one(part)
+            wanted = self.behind(self.reduce.all_reduce(part.clone()))
+            if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+                raise LinkError(
+                    f"rank {shard.rank} got a sum with a norm behind it over the GPUs' shared "
+                    "memory that is not the sum's norm"
+                )
+
+
 def _limit(
-    short: Callable[[Tensor], Tensor],
-    collectives: Collectives,
-    shard: Shard,
-    device: torch.device,
+    reduce: OneShotReduce, collectives: Collectives, shard: Shard, device: torch.device
 ) -> int:
-    """The most bytes up to which short sums are faster at every size, by rank 0's clock."""
-    times = [
-        [_us(call, size, device) for call in (short, collectives.all_reduce)] for size in SIZES
-    ]
-    told = collectives.broadcast(torch.tensor(times, device=device)).tolist()
-    limit = 0
-    for size, (one_shot, nccl) in zip(SIZES, told, strict=True):
-        if one_shot >= nccl:
-            break
-        limit = size
+    """The most bytes up to which short sums are faster at every size."""
+    ways = (reduce.all_reduce, collectives.all_reduce)
+    messages = [torch.zeros(size // 2, dtype=torch.bfloat16, device=device) for size in SIZES]
+    times = times_us(ways, messages, collectives)
+    limit = (0, *SIZES)[first_wins(times)]
     if shard.rank == 0:
-        figures = ", ".join(
-            f"{size >> 10} KB {one_shot:.1f} against {nccl:.1f}"
-            for size, (one_shot, nccl) in zip(SIZES, told, strict=True)
-        )
         _log.info(
             "sums over the GPUs' memory up to %d KB; us with a kernel in front, NCCL's: %s",
             limit >> 10,
-            figures,
+            _figures([f"{size >> 10} KB" for size in SIZES], times),
         )
     return limit
 
 
-def _us(call: Callable[[Tensor], Tensor], size: int, device: torch.device) -> float:
-    """Of one call in a CUDA graph, and of a small kernel in front that writes the message, as in a
-    step: NCCL calls right behind one another take twice as long as such ones (17 us for 9)."""
-    x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+def _norm_rows(norms: _Norms, collectives: Collectives, shard: Shard) -> int:
+    """The most rows up to which sum and norm are faster in one launch, at every count."""
+    ways: tuple[Way, ...] = (
+        norms.in_one,
+        lambda part: norms.behind(norms.reduce.all_reduce(part)),
+        lambda part: norms.behind(collectives.all_reduce(part)),
+    )
+    messages = [
+        torch.zeros(rows, NORM_WIDTH, dtype=torch.bfloat16, device=norms.device)
+        for rows in NORM_ROWS
+    ]
+    times = times_us(ways, messages, collectives)
+    most = (0, *NORM_ROWS)[first_wins(times)]
+    if shard.rank == 0:
+        _log.info(
+            "sums and norms in one launch up to %d rows; us with a kernel in front, of a sum over "
+            "the GPUs' memory and of NCCL's with a launch behind it: %s",
+            most,
+            _figures([f"{rows} rows" for rows in NORM_ROWS], times),
+        )
+    return most
 
-    def run() -> None:
-        for _ in range(_CALLS):
-            x.fill_(0)
-            call(x)
 
-    replay = record(run, torch.cuda.graph_pool_handle())
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()
-    start.record()
-    for _ in range(_REPLAYS):
-        replay()
-    end.record()
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds * 1e3 / (_CALLS * _REPLAYS)
+def _figures(names: Sequence[str], times: Sequence[Sequence[float]]) -> str:
+    return ", ".join(
+        f"{name} {' against '.join(f'{us:.1f}' for us in row)}"
+        for name, row in zip(names, times, strict=True)
+    )

@@ -1,5 +1,5 @@
-"""all_reduce_norm.cu's own source on the CPU: beside the two kernels whose bits it has, and on ranks
-that run at once."""
+"""all_reduce_norm.cu's own source on the CPU: beside the two kernels whose bits it has, and on
+ranks that run at once."""
 
 from __future__ import annotations
 
