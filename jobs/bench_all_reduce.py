@@ -11,12 +11,16 @@ own_us, nccl_us            a sum, of --calls behind one another in a CUDA graph
 own_gbps, nccl_gbps        the message's bytes over that time (nccl-tests call it algbw)
 front_us                   a small kernel that writes the message, in such a graph
 own_pair_us, nccl_pair_us  that kernel and a sum behind it, as in a step
+own_norm_us, nccl_norm_us  those two and the residual add and norm behind them, up to 16 rows
+fused_us                   the same, sum and norm in one launch
 nccl_same_bits             1 where all ranks got the same bits of NCCL; of the kernel they must
 
 start_up says which of the two an engine takes for such a message on this host, by what it measures
-when it starts, up to 1 MB. The kernel is timed up to --own-bytes. A sum that a graph leaves is
-compared with one in float64 first. Graphs are replayed without a pause, so that a replay finds the
-ranks together from the one before; a sample is a replay on the rank that took longest.
+when it starts, up to 1 MB; start_up_norm_rows up to how many rows it takes sum and norm at once.
+The kernel is timed up to --own-bytes. A sum that a graph leaves is compared with one in float64
+first, and the bits of one launch with those of two. Graphs are replayed without a pause, so that a
+replay finds the ranks together from the one before; a sample is a replay on the rank that took
+longest.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from normed_sums import Sum, check_bits, normed_sums
 from record import Record
 from step_ranks import join, ranks_beside
 from step_time import replayed, spans_ms
@@ -41,6 +46,7 @@ from kdray.arguments import HelpFormatter
 from kdray.errors import KdrayError, LinkError
 from kdray.kernels.cuda_reduce import MAX_RANKS, OneShotReduce, SharedRegions
 from kdray.kernels.loader import KernelLoader
+from kdray.kernels.ops import Ops, load_ops
 from kdray.model.parallel import Collectives, Shard
 from kdray.verifier.links import check_links
 from kdray.verifier.short_sums import open_regions, open_short_sums
@@ -53,8 +59,6 @@ ROUNDING = torch.finfo(BF16).eps / 2  # of a number to bf16, at most
 FLOAT_ROUNDING = torch.finfo(torch.float32).eps
 OWN = "own"
 NCCL = "nccl"
-
-Sum = Callable[[Tensor], object]  # over the ranks, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +77,20 @@ class Message:
 class Ranks:
     """This rank and its ways to sum.
 
-    own       None where the GPUs cannot read one another's memory
-    limit     bytes up to which an engine would take it here
-    regions   what it sums in
+    ops         for what follows a sum
+    own         None where the GPUs cannot read one another's memory
+    limit       bytes up to which an engine would take it here
+    norm_rows   rows up to which it would take the norm in the same launch
+    regions     what it sums in
     """
 
     shard: Shard
     device: torch.device
     nccl: Collectives
+    ops: Ops
     own: OneShotReduce | None = None
     limit: int = 0
+    norm_rows: int = 0
     regions: tuple[SharedRegions, ...] = ()
 
     def sums(self, x: Tensor) -> dict[str, Sum]:
@@ -153,7 +161,8 @@ def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
     ranks = ways_of(shard, device, nccl, arguments.own_bytes)
     record = None
     if rank == 0:
-        config = vars(arguments) | {"out": None, "start_up_bytes": ranks.limit}
+        found = {"start_up_bytes": ranks.limit, "start_up_norm_rows": ranks.norm_rows}
+        config = vars(arguments) | {"out": None} | found
         record = Record("all-reduce", config, arguments.out)
     for message in messages_of(arguments):
         row = bench(ranks, message, arguments.calls, arguments.replays)
@@ -168,7 +177,7 @@ def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
 
 def ways_of(shard: Shard, device: torch.device, nccl: Collectives, own_bytes: int) -> Ranks:
     """What an engine's start-up measures, and the kernel with more room than an engine gives it."""
-    found = partial(Ranks, shard=shard, device=device, nccl=nccl)
+    found = partial(Ranks, shard=shard, device=device, nccl=nccl, ops=load_ops(device))
     if device.type == "cpu":
         return found()
     short = open_short_sums(nccl, shard, device)
@@ -178,7 +187,12 @@ def ways_of(shard: Shard, device: torch.device, nccl: Collectives, own_bytes: in
     own = OneShotReduce(KernelLoader(device), regions.addresses, shard.rank, own_bytes)
     if short is None:
         return found(own=own, regions=(regions,))
-    return found(own=own, regions=(regions, short.regions), limit=short.limit_bytes)
+    return found(
+        own=own,
+        regions=(regions, short.regions),
+        limit=short.limit_bytes,
+        norm_rows=short.norm_rows,
+    )
 
 
 def bench(ranks: Ranks, message: Message, calls: int, replays: int) -> Row:
@@ -186,17 +200,19 @@ def bench(ranks: Ranks, message: Message, calls: int, replays: int) -> Row:
     source = part_of(ranks.shard.rank, message, ranks.device)
     x = torch.empty_like(source)
     sums = ranks.sums(x)
+    normed = normed_sums(sums, ranks.own, x, ranks.ops)
 
-    def front() -> None:
-        torch.neg(source, out=x)
+    def front() -> Tensor:
+        return torch.neg(source, out=x)
 
     def pair(way: Sum) -> None:
-        front()
-        way(x)
+        way(front())
 
     runs: dict[str, Callable[[], object]] = {"front": front}
     for name, way in sums.items():
         runs |= {f"{name}_pair": partial(pair, way), name: partial(way, x)}
+    runs |= {name: partial(pair, way) for name, way in normed.items()}
+    check_bits(normed, OWN, front)
     samples, same = {}, {}
     for name, run in runs.items():
         graph = replayed(partial(repeat, run, calls), ranks.device)

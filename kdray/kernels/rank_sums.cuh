@@ -8,9 +8,9 @@
 //
 // A block writes its share to its own region's buffer, tells the same block of every rank so, waits
 // until each has told it, and adds their shares up. Why a buffer may be written without asking: it
-// was last read in the launch before the last one. In the last one, block 0 at least has heard from
-// every rank that this launch had begun there, which is behind all of the one before; and nothing of
-// a launch touches a region before the one in front on its stream has ended. So it does not matter
+// was last read two launches ago. In the launch between, block 0 at least has heard from every rank
+// that it had begun that one too, which is behind all of the one it last read in; and nothing of a
+// launch touches a region before the one in front on its stream has ended. So it does not matter
 // which blocks a launch has, nor which share of the rows was whose.
 //
 // A rank ends a launch only when every other has begun it, so none is ever more than one ahead: a

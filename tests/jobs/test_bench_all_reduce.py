@@ -17,10 +17,12 @@ from torch import Tensor
 
 from kdray.errors import LinkError
 from kdray.kernels.cuda_reduce import OneShotReduce
+from kdray.kernels.ops import Norm, load_ops
 from kdray.model.parallel import Shard
 from tests.thread_ranks import Meeting, ThreadCollectives
 
 CPU = torch.device("cpu")
+OPS = load_ops("cpu")
 ON_CPU = ["--device", "cpu"]
 
 
@@ -32,11 +34,15 @@ class InPlace(ThreadCollectives):
 
 @dataclass
 class FakeKernel:
-    """Whole vectors up to 64 bytes, summed in float32 in the ranks' order; `spoil` goes over it."""
+    """Whole vectors up to 64 bytes, summed in float32 in the ranks' order.
+
+    spoil goes over a sum, spoil_norm over a norm.
+    """
 
     meeting: Meeting
     rank: int
     spoil: Callable[[int, Tensor], object] = lambda rank, x: None
+    spoil_norm: Callable[[int, Tensor], object] = lambda rank, x: None
     sizes: set[int] = field(default_factory=set)
 
     def takes(self, x: Tensor) -> bool:
@@ -48,6 +54,14 @@ class FakeKernel:
         self.spoil(self.rank, x)
         return x
 
+    def takes_norm(self, part: Tensor, x: Tensor, norm: Norm) -> bool:
+        return self.takes(part)
+
+    def all_reduce_norm(self, part: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        total, normed = OPS.add_rms_norm(x, self.all_reduce(part.clone()), norm)
+        self.spoil_norm(self.rank, normed)
+        return total, normed
+
 
 def on_all(
     message: Message, *, size: int = 3, limit: int = 16, **kernel: Callable[[int, Tensor], object]
@@ -58,7 +72,7 @@ def on_all(
     def be(rank: int) -> Row:
         own = cast(OneShotReduce, FakeKernel(meeting, rank, **kernel))
         nccl = InPlace(meeting, rank)
-        ranks = Ranks(shard=Shard(rank, size), device=CPU, nccl=nccl, own=own, limit=limit)
+        ranks = Ranks(shard=Shard(rank, size), device=CPU, nccl=nccl, ops=OPS, own=own, limit=limit)
         return bench(ranks, message, calls=2, replays=3)
 
     with ThreadPoolExecutor(size) as pool:
@@ -125,6 +139,7 @@ def test_a_message_is_summed_by_both_ways() -> None:
     assert all(row.samples == first.samples for row in others)  # the slowest rank's everywhere
     assert set(first.samples) == {
         "front_us", "own_us", "own_pair_us", "nccl_us", "nccl_pair_us",
+        "own_norm_us", "nccl_norm_us", "fused_us",
     }  # fmt: skip
     assert all(len(times) == 3 for times in first.samples.values())
     assert first.params == {
@@ -159,16 +174,32 @@ def test_a_kernel_that_gives_ranks_other_bits_ends_it(monkeypatch: pytest.Monkey
         on_all(Message(1, 8), spoil=a_last_bit)
 
 
+def test_a_norm_in_the_same_launch_of_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.thread_ranks._TIMEOUT_S", 5.0)
+    with pytest.raises(LinkError, match="other bits than in two"):
+        on_all(Message(1, 8), spoil_norm=lambda rank, x: x[0, 5].add_(0.125))
+
+
+def test_many_rows_and_rows_of_no_whole_vectors_have_no_norm_timed() -> None:
+    [few, *_] = on_all(Message(16, 8))
+    assert {"nccl_norm_us"} == {name for name in few.samples if "norm" in name or "fused" in name}
+    for message in (Message(17, 8), Message(2, 12)):
+        [row, *_] = on_all(message)
+        assert not any("norm" in name or "fused" in name for name in row.samples)
+
+
 def test_two_ranks_over_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ON_CPU, "--tp", "2", "--rows", "1", "3", "--hidden", "24", "--numbers", "7",
              "--calls", "2", "--replays", "2", "--out", str(tmp_path)]  # fmt: skip
     assert bench_all_reduce.main(words) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["name"] == "all-reduce" and record["config"]["start_up_bytes"] == 0
+    assert record["config"]["start_up_norm_rows"] == 0
     assert [row["params"]["numbers"] for row in record["rows"]] == [7, 24, 72]
     for row in record["rows"]:
         metrics = row["metrics"]
         assert row["params"]["start_up"] == "nccl" and metrics["nccl_same_bits"] == 1
         assert metrics["nccl_us"] > 0 and "own_us" not in metrics
+        assert ("nccl_norm_us" in metrics) == (row["params"]["numbers"] != 7)
     written = json.loads((tmp_path / "all-reduce-cpu.json").read_text())
     assert len(written["rows"]) == 3
