@@ -55,7 +55,8 @@ def open_short_sums(
 ) -> ShortSums | None:
     """None where the ranks cannot or may not read one another's memory, or nothing is faster by it.
 
-    All ranks call it together. Raises LinkError where sums come wrong.
+    All ranks call it together. Raises LinkError where sums come wrong, KernelError where they have
+    other bits with the norm in the same launch.
     """
     if not 1 < shard.size <= MAX_RANKS or not reaches_peers():
         return None
@@ -128,15 +129,15 @@ class _Norms:
         return self._fused.add_rms_norm(self._x[: len(total)], total, self._norm)
 
     def check(self, shard: Shard, rows: int) -> None:
-        """Both have the same bits, or LinkError."""
+        """Both have the same bits, or KernelError: of links that bring the sums all right."""
         for turn in range(4):
             part = self._x[:rows].roll(shard.rank + shard.size * turn + 1, 1) / 3
             found = self.in_one(part)
             wanted = self.behind(self.reduce.all_reduce(part.clone()))
             if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-                raise LinkError(
-                    f"rank {shard.rank} got a sum with a norm behind it over the GPUs' shared "
-                    "memory that is not the sum's norm"
+                raise KernelError(
+                    f"all_reduce_norm is wrong on rank {shard.rank}: it has other bits than "
+                    "all_reduce and rms_norm one after the other"
                 )
 
 
