@@ -11,7 +11,7 @@ own_us, nccl_us            a sum, of --calls behind one another in a CUDA graph
 own_gbps, nccl_gbps        the message's bytes over that time (nccl-tests call it algbw)
 front_us                   a small kernel that writes the message, in such a graph
 own_pair_us, nccl_pair_us  that kernel and a sum behind it, as in a step
-own_norm_us, nccl_norm_us  those two and the residual add and norm behind them, up to 16 rows
+own_norm_us, nccl_norm_us  those two and the residual add and norm behind them, up to 80 rows
 fused_us                   the same, sum and norm in one launch
 nccl_same_bits             1 where all ranks got the same bits of NCCL; of the kernel they must
 

@@ -8,8 +8,9 @@
 //
 // How regions are laid out and how ranks meet in them: rank_sums.cuh.
 //
-// Grid BLOCKS blocks of 256 threads, always, and the same launches on every rank in the same order,
-// each behind the one before (no early start). Waits without limit for ranks that do not come.
+// Grid at most BLOCKS blocks of 256 threads, a vector a thread where that is enough; the same launches
+// on every rank in the same order, each behind the one before (no early start). Waits without limit
+// for ranks that do not come.
 // Precision: sums in float32 from rank 0 on, rounded once. Oracle: torch (tests/gpu/test_all_reduce.py).
 // -D INPUT_BF16=1: vectors of 8 bf16; 0: of 4 float32.
 
@@ -38,5 +39,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (r < ranks) part[r] = load_from_rank((const uint4*)regions[r] + buffer + i);
         data[i] = sum_in_order(part, ranks);
     }
-    count_launch(sequence, launch);
+    count_launch(sequence, launch, THREADS);
 }

@@ -28,7 +28,7 @@
 constexpr int AT_ONCE = ITEMS <= 2 ? ITEMS : 1;  // a thread's vectors that travel together
 static_assert(ITEMS <= 4, "a row must fit the registers");
 static_assert(RANKS <= MAX_RANKS, "flags for more ranks");
-static_assert(BLOCKS <= THREADS && MAX_RANKS <= THREADS, "a thread a rank, and a thread a count");
+static_assert(MAX_RANKS <= THREADS, "a thread a rank");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 all_reduce_norm(uint4* out, uint4* total, const uint4* x, const uint4* part, const uint4* weight,
@@ -78,7 +78,7 @@ all_reduce_norm(uint4* out, uint4* total, const uint4* x, const uint4* part, con
             squares += sum_of_squares(unpacked(held[i]));
         }
     }
-    count_launch(sequence, launch);
+    count_launch(sequence, launch, THREADS);
     const float scale = row_scale(squares, epsilon);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)

@@ -16,7 +16,7 @@ from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import Norm
 
 # As in rank_sums.cuh and the .cu files.
-THREADS, BLOCKS, MAX_RANKS = 256, 16, 8
+THREADS, BLOCKS, MAX_RANKS = 256, 80, 8
 FLAG_BYTES = MAX_RANKS * BLOCKS * 4
 VECTOR_BYTES = 16
 HANDLE_BYTES = 64
@@ -33,6 +33,11 @@ def defines(dtype: torch.dtype) -> dict[str, str | int]:
 
 def norm_defines(width: int, dtype: torch.dtype, ranks: int) -> dict[str, str | int]:
     return cuda_fused.norm_defines(width, dtype) | {"RANKS": ranks}
+
+
+def grid(vectors: int) -> int:
+    """Blocks of all_reduce: a vector a thread, as long as all of them can run at once."""
+    return min(BLOCKS, -(-vectors // THREADS))
 
 
 class OneShotReduce:
@@ -68,8 +73,10 @@ class OneShotReduce:
                 f"bfloat16 or float32, up to {self._capacity * VECTOR_BYTES} bytes"
             )
         kernel = self._loader.get("all_reduce", "all_reduce", defines(x.dtype))
-        sizes = (len(self._regions), x.numel() * x.itemsize // VECTOR_BYTES, self._capacity)
-        kernel.launch(BLOCKS, THREADS, (x, self._regions, self._sequence, self._rank, *sizes))
+        vectors = x.numel() * x.itemsize // VECTOR_BYTES
+        sizes = (len(self._regions), vectors, self._capacity)
+        arrays = (x, self._regions, self._sequence)
+        kernel.launch(grid(vectors), THREADS, (*arrays, self._rank, *sizes))
         return x
 
     def takes_norm(self, part: Tensor, x: Tensor, norm: Norm) -> bool:

@@ -20,7 +20,7 @@
 
 #include "vectors.cuh"
 
-constexpr int BLOCKS = 16;
+constexpr int BLOCKS = 80;  // of a launch at most: all of them run at once
 constexpr int MAX_RANKS = 8;
 constexpr int FLAG_VECTORS = MAX_RANKS * BLOCKS * 4 / 16;
 
@@ -89,10 +89,15 @@ __device__ __forceinline__ void meet_ranks(const u64* regions, int rank, int ran
 
 // Behind meet_ranks: every thread has read the block's count. Block 0 counts for those that this
 // launch does without.
-__device__ __forceinline__ void count_launch(u32* sequence, u32 launch) {
-    const unsigned thread = threadIdx.x;
+__device__ __forceinline__ void count_launch(u32* sequence, u32 launch, int threads) {
+    const int thread = threadIdx.x;
     if (thread == 0) sequence[blockIdx.x] = launch;
-    if (blockIdx.x == 0 && thread >= gridDim.x && thread < BLOCKS) sequence[thread] = launch;
+#pragma unroll
+    for (int first = 0; first < BLOCKS; first += threads) {
+        const int lacking = first + thread;
+        if (blockIdx.x == 0 && lacking >= (int)gridDim.x && lacking < BLOCKS)
+            sequence[lacking] = launch;
+    }
 }
 
 // In float32 from rank 0 on, rounded once: all ranks get the same bits, whatever the size.

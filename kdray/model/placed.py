@@ -91,7 +91,7 @@ def behind_bytes() -> int:
 def enter_device(device: torch.device) -> None:
     """A new thread works on GPU 0 otherwise, which may be another rank's."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(0 if device.index is None else device.index)
 
 
 class Stage:

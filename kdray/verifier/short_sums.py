@@ -26,7 +26,7 @@ from kdray.verifier.sum_times import Way, first_wins, times_us
 
 CAPACITY_BYTES = 1 << 20
 SIZES = tuple(1 << power for power in range(14, 21))  # bytes: from one row of Kimi's to 73
-NORM_ROWS = (1, 2, 4, 8)  # with the norm behind them: more are not taken
+NORM_ROWS = (1, 2, 4, 8, 16, 32, 64)  # with the norm behind them: more are not taken
 NORM_WIDTH = 7168  # Kimi's and DeepSeek's, in bf16; wider rows are not taken
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,10 @@ pytestmark = [
 LAUNCHES, A_GRAPH, CHAIN = 100_000, 100, 60
 WIDTHS = (8, 264, 2056, 7168, 16384)
 # (rows, width) of the launches of a graph, in turns; of width 0 a plain sum of so many rows
-TURNS = ((1, 7168), (8, 7168), (3, 0), (2, 24), (5, 7168), (1, 7168), (16, 264), (40, 0), (4, 7168))
+TURNS = (
+    (1, 7168), (8, 7168), (3, 0), (2, 24), (5, 7168), (64, 7168), (1, 7168), (MAX_NORM_ROWS, 264),
+    (40, 0), (17, 7168), (4, 7168),
+)  # fmt: skip
 
 
 def norm_of(width: int, dtype: torch.dtype, device: torch.device) -> RmsNorm:
@@ -50,9 +53,10 @@ def differing(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Te
 def in_one_and_in_two(reduce: OneShotReduce, fused: CudaFused, rank: int) -> int:
     """Numbers in which random rows differ, over all shapes."""
     device, wrong = fused.device, 0
-    shapes = product(DTYPES, WIDTHS, [*range(1, 9), MAX_NORM_ROWS])
+    shapes = product(DTYPES, WIDTHS, [*range(1, 10), 16, 33, 64, MAX_NORM_ROWS])
     for case, (dtype, width, rows) in enumerate(shapes):
-        if width * dtype.itemsize > 1 << 15:
+        wide = width * dtype.itemsize
+        if wide > 1 << 15 or rows * wide > CAPACITY_BYTES:
             continue
         norm = norm_of(width, dtype, device)
         torch.manual_seed(case)
@@ -101,7 +105,7 @@ def without_a_pause(reduce: OneShotReduce, fused: CudaFused, rank: int) -> int:
     """Numbers that differ at the end of chains in which a launch sums what the one before left,
     with nothing between them: each may start while the one in front still runs."""
     norm, wrong = norm_of(7168, torch.bfloat16, fused.device), 0
-    for rows in (1, 8):
+    for rows in (1, 8, 33, 64):
         torch.manual_seed(rows)
         x = torch.randn(rows, 7168, device=fused.device).bfloat16()
         part = x * (rank + 1)
@@ -153,7 +157,7 @@ def start_up(collectives: TorchCollectives, shard: Shard, device: torch.device) 
     norm, ops = norm_of(7168, torch.bfloat16, device), load_ops(device)
     collectives._short = sums
     wrong = 0
-    for rows in (1, 8, 9, 64):
+    for rows in (1, 8, 9, 33, 64, 65):
         torch.manual_seed(rows)
         x = torch.randn(rows, 7168, device=device).bfloat16()
         part = x.roll(shard.rank, 0) * (shard.rank + 1)

@@ -16,7 +16,7 @@ from bench_all_reduce import BF16, Message, Ranks, Row, bench, is_sum, messages_
 from torch import Tensor
 
 from kdray.errors import LinkError
-from kdray.kernels.cuda_reduce import OneShotReduce
+from kdray.kernels.cuda_reduce import MAX_NORM_ROWS, OneShotReduce
 from kdray.kernels.ops import Norm, load_ops
 from kdray.model.parallel import Shard
 from tests.thread_ranks import Meeting, ThreadCollectives
@@ -181,9 +181,9 @@ def test_a_norm_in_the_same_launch_of_other_bits_ends_it(monkeypatch: pytest.Mon
 
 
 def test_many_rows_and_rows_of_no_whole_vectors_have_no_norm_timed() -> None:
-    [few, *_] = on_all(Message(16, 8))
+    [few, *_] = on_all(Message(MAX_NORM_ROWS, 8))
     assert {"nccl_norm_us"} == {name for name in few.samples if "norm" in name or "fused" in name}
-    for message in (Message(17, 8), Message(2, 12)):
+    for message in (Message(MAX_NORM_ROWS + 1, 8), Message(2, 12)):
         [row, *_] = on_all(message)
         assert not any("norm" in name or "fused" in name for name in row.samples)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels.cuda_fused import CudaFused
-from kdray.kernels.cuda_reduce import MAX_NORM_ROWS, OneShotReduce
+from kdray.kernels.cuda_reduce import MAX_NORM_ROWS, OneShotReduce, grid
 from tests.kernels.fused_cases import SomeNorm, some_norm
 from tests.kernels.simt_loader import simt_loader
 from tests.kernels.simt_ranks import Ranks, on_ranks
@@ -44,7 +44,14 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("size", "rank", "rows", "width"),
-    [(2, 0, 1, 7168), (2, 1, 8, 24), (3, 1, 3, 2056), (8, 7, 2, 1536), (8, 0, MAX_NORM_ROWS, 8)],
+    [
+        (2, 0, 1, 7168),
+        (2, 1, 8, 24),
+        (3, 1, 3, 2056),
+        (8, 7, 2, 1536),
+        (8, 0, MAX_NORM_ROWS, 8),
+        (2, 1, 33, 264),
+    ],
 )
 def test_the_bits_are_those_of_both_kernels(
     fused: CudaFused, size: int, rank: int, rows: int, width: int, dtype: torch.dtype
@@ -67,11 +74,12 @@ def test_the_bits_are_those_of_both_kernels(
 
 
 def test_blocks_that_a_launch_does_without_are_counted(fused: CudaFused) -> None:
-    """Behind it the whole grid of a plain sum is at the same launch, and so is the next few."""
+    """Behind it a launch of more blocks finds all of them at the same count."""
     ranks, norm = Ranks(2, 1, ROOM), some_norm(24, torch.bfloat16, CPU)
     for launch, rows in enumerate([1, 0, 3, 1, 0, 5], 1):  # 0: a plain sum
-        parts = [rows_of(launch + 7 * r, rows or 4, 24, torch.bfloat16) for r in range(2)]
-        ranks.arrive(launch, parts, rows or 16)
+        parts = [rows_of(launch + 7 * r, rows or 100, 24, torch.bfloat16) for r in range(2)]
+        blocks = rows or grid(300)
+        ranks.arrive(launch, parts, blocks)
         if rows:
             x = rows_of(launch, rows, 24, torch.bfloat16)
             total, _ = ranks.reduce.all_reduce_norm(parts[1], x, norm)
@@ -79,7 +87,7 @@ def test_blocks_that_a_launch_does_without_are_counted(fused: CudaFused) -> None
         else:
             assert torch.equal(ranks.reduce.all_reduce(parts[1].clone()), summed(parts))
         told = ranks.flags(0)[1]
-        assert (told[: rows or 16] == launch).all() and (told[rows or 16 :] < launch).all()
+        assert (told[:blocks] == launch).all() and (told[blocks:] < launch).all()
 
 
 def test_counts_wrap_and_old_flags_are_not_taken_for_new_ones() -> None:
@@ -106,7 +114,7 @@ def plan(launches: int, seed: int) -> list[tuple[str, int]]:
     """(norm or plain, rows) of every launch, in a row of any order."""
     draw = random.Random(seed)
     kinds = [draw.choice(("norm", "norm", "plain")) for _ in range(launches)]
-    return [(kind, draw.randint(1, 6 if kind == "norm" else 20)) for kind in kinds]
+    return [(kind, draw.randint(1, 6 if kind == "norm" else 40)) for kind in kinds]
 
 
 @pytest.mark.parametrize(("size", "launches"), [(2, 60), (4, 20)])

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
+from kdray.kernels.cuda_reduce import BLOCKS, THREADS, VECTOR_BYTES, grid
 from tests.kernels.simt_ranks import Ranks
 
-CAPACITY = 1 << 12
+CAPACITY = 5 << 12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1), (8, 7)])
-@pytest.mark.parametrize("numbers", [8, 264, 1024])
+@pytest.mark.parametrize("numbers", [8, 264, 1024, 5000])
 def test_every_rank_s_numbers_are_summed_in_their_order(
     size: int, rank: int, numbers: int, dtype: torch.dtype
 ) -> None:
-    ranks = Ranks(size, rank)
+    ranks = Ranks(size, rank, CAPACITY)
+    blocks = grid(numbers * dtype.itemsize // VECTOR_BYTES)
     generator = torch.Generator().manual_seed(size)
     for launch in (1, 2, 3):
         parts = [torch.randn(numbers, generator=generator).to(dtype) for _ in range(size)]
@@ -31,7 +33,13 @@ def test_every_rank_s_numbers_are_summed_in_their_order(
         assert torch.equal(mine, wanted.to(dtype))
         assert torch.equal(ranks.buffer(rank, launch, mine), parts[rank])
         for other in range(size):
-            assert (ranks.flags(other)[rank] == launch).all()
+            told = ranks.flags(other)[rank]
+            assert (told[:blocks] == launch).all() and not told[blocks:].any()
+
+
+def test_a_launch_has_as_many_blocks_as_its_message_wants() -> None:
+    assert [grid(vectors) for vectors in (1, THREADS, THREADS + 1)] == [1, 1, 2]
+    assert grid(THREADS * BLOCKS) == grid(1 << 30) == BLOCKS
 
 
 def test_what_is_no_number_stays_so() -> None:
@@ -56,4 +64,4 @@ def test_what_is_no_number_stays_so() -> None:
 )
 def test_what_it_does_not_take_is_refused(x: Tensor) -> None:
     with pytest.raises(KernelError, match="16 bytes"):
-        Ranks(2, 0).reduce.all_reduce(x)
+        Ranks(2, 0, CAPACITY).reduce.all_reduce(x)

@@ -131,7 +131,9 @@ def test_a_way_is_taken_up_to_where_another_is_as_fast(times: list[list[float]],
     assert first_wins(times) == wins
 
 
-@pytest.mark.parametrize(("faster", "most"), [(0, 0), (2, NORM_ROWS[1]), (4, NORM_ROWS[-1])])
+@pytest.mark.parametrize(
+    ("faster", "most"), [(0, 0), (2, NORM_ROWS[1]), (len(NORM_ROWS), NORM_ROWS[-1])]
+)
 def test_the_norm_is_taken_along_up_to_the_rows_that_were_measured(
     monkeypatch: pytest.MonkeyPatch, faster: int, most: int
 ) -> None:
