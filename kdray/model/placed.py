@@ -51,7 +51,7 @@ class PlacedCheckpoint(Checkpoint):
         self._device = device
         self._pool = None
         if threads > 1:
-            self._pool = ThreadPoolExecutor(threads, "kdray-read", enter_device, (device,))
+            self._pool = threads_at(device, threads, "kdray-read")
         self._on_read = on_read
         self._behind = _ReadBehind(behind_bytes())
         self._own = threading.local()
@@ -88,10 +88,13 @@ def behind_bytes() -> int:
     return max(LEAST_BEHIND_BYTES, host_bytes() // BEHIND_PART)
 
 
-def enter_device(device: torch.device) -> None:
-    """A new thread works on GPU 0 otherwise, which may be another rank's."""
-    if device.type == "cuda":
-        torch.cuda.set_device(0 if device.index is None else device.index)
+def threads_at(device: torch.device, most: int, name: str) -> ThreadPoolExecutor:
+    """Threads that work on the device; a new thread takes GPU 0 otherwise, which may be another
+    rank's. A device without an index is the caller's current one."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(most, name)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(most, name, torch.cuda.set_device, (index,))
 
 
 class Stage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from kdray.model.mla import LatentAttention
 from kdray.model.moe import DenseMLP, MoE, PackedMoE, Router
 from kdray.model.packed_experts import are_packed, read_experts
 from kdray.model.parallel import Shard
-from kdray.model.placed import enter_device
+from kdray.model.placed import threads_at
 from kdray.model.rope import softmax_scale
 
 MOST_THREADS = 8
@@ -49,7 +48,7 @@ class WeightReader:
         if self.threads == 1:
             return tuple(read(layer) for layer in layers)
         most = min(self.threads, LAYERS_AT_A_TIME)
-        with ThreadPoolExecutor(most, "kdray-load", enter_device, (self.device,)) as pool:
+        with threads_at(self.device, most, "kdray-load") as pool:
             try:
                 return tuple(pool.map(read, layers))
             except BaseException:

@@ -39,7 +39,9 @@ def test_three_layers_of_a_rank() -> None:
             assert metrics["floor_ms"] > 0
             distinct[params["tokens"]] = metrics["distinct_experts"]
         elif params["part"] == "ops":
-            assert metrics["gemm_ms"] > 0 and metrics["moe_ms"] > 0 and metrics["attention_ms"] > 0
+            assert metrics["gemm_ms"] > 0 and metrics["moe_ms"] > 0
+            # A prompt's attention over no cached keys is torch's, and counts with the rest.
+            assert metrics.get("attention_ms", 0) > 0 or params["way"] == "prompt"
     # Rows choose apart from one another: close to 384 (1 - (1 - 8 / 384)^T).
     assert distinct[1] == 8
     for tokens in (9, 33):
