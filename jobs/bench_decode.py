@@ -118,6 +118,7 @@ def engine_way(arguments: argparse.Namespace, mode: str, budget: int, batch: int
             mode=mode,
             budget=budget,
             max_requests=batch,
+            kv_memory_bytes=1 << 30,  # several engines share the device
         )
     )
     sampling = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)

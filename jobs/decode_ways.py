@@ -22,6 +22,7 @@ from kdray.driver.driver import Driver
 from kdray.engine import Engine, assemble, build_engine, build_follower, resolve
 from kdray.errors import KdrayError
 from kdray.kernels.ops import load_ops
+from kdray.memory_plan import SPARE_PAGES
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
 from kdray.profiling.recorder import Recorder
@@ -86,7 +87,8 @@ def build_alone(config: EngineConfig) -> tuple[Engine, Verifier]:
 def plain_engine(config: EngineConfig, verifier: Verifier) -> Engine:
     """Plain decoding, step by step from the host, by a verifier that another engine has left."""
     config = replace(config, mode="plain", tp=1, graphs=False)
-    facts = resolve(config)
+    pages = verifier.cache.num_pages - SPARE_PAGES
+    facts = resolve(replace(config, num_pages=pages))
     return assemble(config, facts, load_ops(facts.device), None, LocalGroup(verifier))
 
 

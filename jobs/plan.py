@@ -5,7 +5,8 @@
     python jobs/plan.py --model PATH --drafter PATH --gpu "96 GiB" --tp 8 --max-requests 64
 
 --model needs a folder with a config.json, nothing else. An engine prints the same table when it
-starts, by what is found there. Without --gpu the GPU of this machine is taken.
+starts, by what is found there, and takes as many KV pages as said here: all there is room for,
+unless --num-pages or --kv-memory say less. Without --gpu the GPU of this machine is taken.
 Exit status: 0 it fits, 1 it does not (the last line of stderr says by how much), or it cannot be.
 """
 
@@ -28,7 +29,8 @@ from kdray.arguments import HelpFormatter, add_engine_arguments, engine_config
 from kdray.cards import Card, card_found, card_named
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError, KdrayError
-from kdray.facts import row_format
+from kdray.facts import PageWish, max_model_len, page_wish, row_format
+from kdray.kv_room import common_pages, decision
 from kdray.memory_plan import GIB, MemoryPlan, Planned, fitting_ranks
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
@@ -47,10 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = engine_config(arguments)
         card = _card(arguments.gpu, config.tp)
         planned = plan_for(config)
-        plans = planned.plans(card)
+        wish = _wish(planned)
+        if not wish.by_room:
+            planned = replace(planned, num_pages=wish.count)
+        plans, chosen = planned.plans(card), ""
+        if wish.by_room and all(plan.fits for plan in plans):
+            count = common_pages(plans, wish.count)
+            chosen = f"\n{decision(plans, count)}"
+            plans = [replace(plan, num_pages=count) for plan in plans]
         for plan in plans:
             print(plan.text(), end="\n\n")
-        print(summary(planned, plans))
+        print(f"{summary(planned, plans)}{chosen}")
         if arguments.json:
             print(json.dumps({"plans": [as_json(plan) for plan in plans]}))
         refusal(planned, card, plans)
@@ -82,8 +91,13 @@ def plan_for(config: EngineConfig) -> Planned:
         kv_row=row_format(config, model, dtype),
         packed=experts_stay_packed(model, dtype, GPU),
         on_gpu=True,
-        num_pages=config.num_pages,
     )
+
+
+def _wish(planned: Planned) -> PageWish:
+    config = planned.config
+    longest = max_model_len(config, planned.model)
+    return page_wish(config, longest, planned.page_bytes(0), on_gpu=True)
 
 
 def summary(planned: Planned, plans: Sequence[MemoryPlan]) -> str:
@@ -118,6 +132,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "room_bytes": plan.room,
         "page_bytes": plan.page_bytes,
         "pages": plan.pages,
+        "num_pages": plan.num_pages,
         "tokens": plan.pages * plan.page_size,
         "fits": plan.fits,
     }

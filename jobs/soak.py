@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (arguments.minutes is None) == (arguments.compare is None):
         parser.error("give --minutes for a soak, or --compare for a number of requests")
     config = engine_config(arguments)
+    # Engines follow one another here, and passes of the model alone lie beside them.
+    config = replace(config, kv_memory_bytes=config.kv_memory_bytes or 1 << 30)
     torch.set_num_threads(config.threads or 1)
     torch.backends.cuda.matmul.allow_tf32 = False
     if arguments.minutes is not None:

@@ -19,6 +19,7 @@ from kdray.config import (
     SyntheticAcceptance,
 )
 from kdray.errors import ConfigError
+from kdray.sizes import bytes_of
 
 _DEFAULTS = EngineConfig()
 
@@ -73,7 +74,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefill-chunk", type=int, default=_DEFAULTS.prefill_chunk, help="prompt tokens a step")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="tokens in a KV page")
-    add("--num-pages", type=int, default=None, help="KV pages a rank (default: by memory)")
+    add("--num-pages", type=int, default=None, help="KV pages a rank (default: by --kv-memory)")
+    add(
+        "--kv-memory",
+        metavar="SIZE",
+        help="that KV pages may take of each rank: '20 GiB' (default: on GPUs all that the memory "
+        "plan leaves, on a CPU 1 GiB)",
+    )
     add(
         "--threads",
         type=int,
@@ -142,6 +149,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         prefill_chunk=arguments.prefill_chunk,
         page_size=arguments.page_size,
         num_pages=arguments.num_pages,
+        kv_memory_bytes=parse_size("kv-memory", arguments.kv_memory),
         threads=arguments.threads,
         graphs=not arguments.no_graphs,
         nsight=arguments.nsight,
@@ -149,6 +157,16 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         faults=parse_faults(arguments.faults),
         synthetic_acceptance=parse_acceptance(arguments.synthetic_acceptance),
     )
+
+
+def parse_size(name: str, text: str | None) -> int | None:
+    """ "20 GiB" to bytes, for the option of this name."""
+    size = None if text is None else bytes_of(text)
+    if text is not None and not size:
+        raise ConfigError(
+            f"{name} wants a size above 0 with its unit, such as 20 GiB, got {text!r}"
+        )
+    return size
 
 
 def parse_faults(text: str | None) -> FaultPolicy:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kdray.errors import ConfigError
+from kdray.sizes import bytes_of
 
 MIB = 1 << 20
 # What the driver reports, in MiB.
@@ -24,8 +25,6 @@ KNOWN_MIB = {
     "H200": 143_771,
     "B200": 183_359,
 }
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>GB|GiB|MiB)", re.IGNORECASE)
-_UNIT_BYTES = {"gb": 10**9, "gib": 1 << 30, "mib": MIB}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ def card_named(text: str) -> Card:
 
     Raises ConfigError for others.
     """
-    if match := _SIZE.fullmatch(text.strip()):
-        size = round(float(match["number"]) * _UNIT_BYTES[match["unit"].lower()])
+    if (size := bytes_of(text)) is not None:
         return Card(f"a card of {text.strip()}", size)
     wanted = _plain(text)
     for name, mib in KNOWN_MIB.items():

@@ -109,7 +109,9 @@ class EngineConfig:
     page_size           token slots in a KV page
     num_pages           KV pages; None: enough for max_requests of max_model_len, capped by
                         kv_memory_bytes
-    kv_memory_bytes     KV memory a rank may take, in bytes, where num_pages is None
+    kv_memory_bytes     KV memory a rank may take, in bytes, where num_pages is None. None: on GPUs
+                        all the room that the memory plan leaves, of the rank that has the least; on
+                        a CPU 1 GiB
     threads             torch threads a rank on a CPU; None: up to four, one core left free
     graphs              on GPUs: decode in CUDA graphs that run ahead of the host; False: step by
                         step from the host, which is slower and gives the same tokens
@@ -141,7 +143,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     page_size: int = 16
     num_pages: int | None = None
-    kv_memory_bytes: int = 1 << 30
+    kv_memory_bytes: int | None = None
     threads: int | None = None
     graphs: bool = True
     norm_eps_qkv: float | None = None
@@ -168,11 +170,11 @@ class EngineConfig:
         _between("max_requests", self.max_requests, 1, 4096)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _between("page_size", self.page_size, 1, 4096)
-        for name in ("max_model_len", "num_pages", "threads"):
+        for name in ("max_model_len", "num_pages", "kv_memory_bytes", "threads"):
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, 1, 1 << 40)
-        _above_zero(self, "kv_memory_bytes", "start_timeout_s", "step_timeout_s")
+        _above_zero(self, "start_timeout_s", "step_timeout_s")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -28,7 +28,8 @@ from kdray.kernel_sizes import kernel_sizes
 from kdray.kernels.ops import Ops, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.kernels.selftest import check_kernels
-from kdray.memory_plan import SPARE_PAGES, plan_of_start
+from kdray.kv_room import settle_pages
+from kdray.memory_plan import SPARE_PAGES
 from kdray.model.drafter import DFlashDrafter, Drafter
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.model.synthetic_drafter import SyntheticDrafter
@@ -79,10 +80,8 @@ def build_verifier(
 
     round_ops: for device rounds, whose padding writes to a page of its own behind the others.
     """
+    assert not facts.pages_by_room, "the ranks settle their pages first (kdray.kv_room)"
     shard = shard or Shard()
-    plan = plan_of_start(config, facts, shard.rank)
-    _log.info("%s", plan.text())
-    plan.check()
     _check_kernels(config, facts, shard, with_rounds=round_ops is not None)
     model = TargetModel.load(
         facts.target,
@@ -135,6 +134,7 @@ def build_engine(
     runs_ahead   decode in device rounds, ahead of the host; None: where they can be CUDA graphs.
                  All ranks decide alike (build_follower).
     """
+    facts = settle_pages(config, facts, shard, collectives)
     ops = load_ops(facts.device)
     shard = shard or Shard()
     if config.load_format == "dummy":
@@ -163,6 +163,7 @@ def build_follower(
 
     On GPUs it records its graphs here, which ends when rank 0 records its own.
     """
+    facts = settle_pages(config, facts, shard, collectives)
     if runs_ahead is None:
         runs_ahead = can_run_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None

@@ -95,7 +95,9 @@ def ahead_decoder(parts: RoundParts, sizes: RoundSizes, candidates: int) -> Ahea
         with on_device(device):
             taken = decoder.capture(_show_progress)
         seconds = time.perf_counter() - start
+        free, total = torch.cuda.mem_get_info(device)
         _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / 2**20)
+        _log.info("%.2f GiB of the card's %.2f are free now", free / 2**30, total / 2**30)
     return decoder
 
 

@@ -21,13 +21,17 @@ from kdray.model.parallel import Shard
 from kdray.verifier.kv_cache import KVCache
 
 MOST_AHEAD = MAX_DEPTH + 1  # tokens a step in flight may add, in graphs
+CPU_KV_BYTES = 1 << 30  # of KV pages, where nobody says how many: a host has other things to hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """What the wishes of a config came to on this machine with this model.
 
-    acceptance   what drafts are assumed to hit; None: it is found out
+    num_pages       KV pages of every rank
+    pages_by_room   num_pages is only the most of use: the ranks have still to find how many of them
+                    their GPUs have room for (kdray.kv_room)
+    acceptance      what drafts are assumed to hit; None: it is found out
     """
 
     name: str
@@ -40,6 +44,7 @@ class EngineFacts:
     threads: int
     max_model_len: int
     num_pages: int
+    pages_by_room: bool = False
     acceptance: AcceptanceProfile | None = None
 
     def draft_config(self) -> DFlashConfig | None:
@@ -59,10 +64,11 @@ def resolve(config: EngineConfig) -> EngineFacts:
     device = _device(config)
     dtype = _dtype(config, device)
     kv_row = row_format(config, model, dtype)
-    max_model_len = _max_model_len(config, model)
+    longest = max_model_len(config, model)
     size = page_bytes(
         model, draft, page_size=config.page_size, row=kv_row, dtype=dtype, device=device
     )
+    pages = page_wish(config, longest, size, on_gpu=device.type == "cuda")
     return EngineFacts(
         name=config.model if config.model == "demo" else target.name,
         target=target,
@@ -72,8 +78,9 @@ def resolve(config: EngineConfig) -> EngineFacts:
         dtype=dtype,
         kv_row=kv_row,
         threads=config.threads or _threads(config.tp),
-        max_model_len=max_model_len,
-        num_pages=config.num_pages or _num_pages(config, size, max_model_len),
+        max_model_len=longest,
+        num_pages=pages.count,
+        pages_by_room=pages.by_room,
         acceptance=_acceptance(config, draft),
     )
 
@@ -164,7 +171,8 @@ def _threads(tp: int) -> int:
     return max(1, min(4, (cores - 1) // tp))
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Raises ConfigError where more is wished for than the model has."""
     if config.max_model_len is None:
         return model.max_position_embeddings
     if config.max_model_len > model.max_position_embeddings:
@@ -175,14 +183,40 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _num_pages(config: EngineConfig, size: int, max_model_len: int) -> int:
+@dataclass(frozen=True, slots=True)
+class PageWish:
+    """KV pages as a config wants them: `count`, or by_room as many of them as there is room for."""
+
+    count: int
+    by_room: bool = False
+
+
+def page_wish(config: EngineConfig, longest: int, size: int, *, on_gpu: bool) -> PageWish:
     """Pages for max_requests of the longest kind, or as many as the memory allows.
 
-    size: bytes of a page on rank 0, which has the most in one; all ranks have as many
+    longest: tokens of one request at most; size: bytes of a page on rank 0, which has the most in
+    one; all ranks have as many pages.
     """
-    places = max_model_len + config.budget + MOST_AHEAD
-    wanted = config.max_requests * -(-places // config.page_size)
-    affordable = config.kv_memory_bytes // size
+    if config.num_pages is not None:
+        return PageWish(config.num_pages)
+    of_use = config.max_requests * pages_of_one(config, longest)
+    allowed = config.kv_memory_bytes
+    if allowed is None and on_gpu:
+        return PageWish(of_use, by_room=True)
+    affordable = (CPU_KV_BYTES if allowed is None else allowed) // size
     if affordable < 1:
-        raise ConfigError(f"kv_memory_bytes {config.kv_memory_bytes} holds no page of {size} bytes")
-    return min(wanted, affordable)
+        raise ConfigError(
+            f"kv_memory_bytes {allowed or CPU_KV_BYTES} holds no page of {size} bytes; "
+            "give more (--kv-memory), or a smaller page_size"
+        )
+    return PageWish(min(of_use, affordable))
+
+
+def pages_of_one(config: EngineConfig, longest: int) -> int:
+    """Pages that a request of `longest` tokens can touch."""
+    return -(-(longest + config.budget + MOST_AHEAD) // config.page_size)
+
+
+def longest_within(config: EngineConfig, pages: int) -> int:
+    """Tokens of the longest request that so many pages hold."""
+    return max(0, pages * config.page_size - config.budget - MOST_AHEAD)

@@ -48,10 +48,12 @@ class LLM:
         config = config or EngineConfig()
         if config.tp != 1:
             raise ConfigError("LLM runs in one process: use jobs/generate.py for tp > 1")
-        self.facts: EngineFacts = resolve(config)
-        torch.set_num_threads(self.facts.threads)
-        self.tokenizer = Tokenizer.from_folder(self.facts.target, config.load_format)
-        self.driver: Driver = build_engine(config, self.facts).driver
+        facts = resolve(config)
+        torch.set_num_threads(facts.threads)
+        self.tokenizer = Tokenizer.from_folder(facts.target, config.load_format)
+        engine = build_engine(config, facts)
+        self.facts: EngineFacts = engine.facts
+        self.driver: Driver = engine.driver
         self._ids = itertools.count()
 
     def generate(

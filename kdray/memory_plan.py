@@ -1,7 +1,8 @@
 """What a rank's memory goes to, by figures, before any of it is taken.
 
-Weights and pages are exact; context, NCCL and graphs are allowances, and workspaces the arrays that
-a step of the largest size holds at once. An engine's start and jobs/plan.py share this page.
+Weights and pages are exact; context and NCCL are allowances, workspaces and graphs what steps hold
+at once (step_memory.py). Where nobody says how many pages there are, they take what is left, so the
+reserve is for what no line counts. An engine's start and jobs/plan.py share this page.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 
 from kdray.cards import Card, card_found
 from kdray.config import EngineConfig
-from kdray.core.buckets import Buckets
 from kdray.errors import ConfigError
 from kdray.facts import EngineFacts, page_bytes
 from kdray.kernels.latent_rows import FP8, RowFormat
@@ -22,17 +22,19 @@ from kdray.model.dflash_config import DFlashConfig
 from kdray.model.draft_int4 import mlp_form
 from kdray.model.weight_bytes import drafter_bytes, table_bytes, target_bytes
 from kdray.model.weights import experts_stay_packed
+from kdray.step_memory import StepMemory
 
 WEIGHTS = "target's weights"
 GIB = 1 << 30
 MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB  # a CUDA context, cuBLAS with its workspace, our modules
 NCCL_BYTES = 512 * MIB  # channels' buffers among eight ranks of a host
-GRAPH_NODE_BYTES = 10 << 10  # a captured kernel's, on the device
-NODES_A_LAYER, NODES_A_ROUND = 18, 60  # kernels of a layer, and of a round beside its layers
-RESERVE = 0.01  # of the card: blocks of the allocator that fit nothing
+# Of a GPU: what torch rounds its blocks up by (2 MiB a large tensor), blocks that fit nothing for a
+# while, a profiler's buffers, kernels loaded late. It grows with the number of tensors and with the
+# allowances above, little with the card: 2 GiB, or 2 % of a large one.
+RESERVE_BYTES, RESERVE = 2 * GIB, 0.02
+HOST_RESERVE = 0.01  # of a rank's part of a host, which has its own ways to make room
 SPARE_PAGES = 1  # beside the requests' own: where the padding rows of device rounds write
-LOGITS_COPIES = 3  # fp32 rows of the vocabulary: a rank's part, the whole, and one being made
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One rank's. Bytes of a page count the target's and, on rank 0, the drafter's KV.
+    """One rank's. Bytes of a page count the target's and, on rank 0, the drafter's KV; numbers of
+    pages are of those that requests get.
 
     num_pages   that the engine means to take; None: not said
     by_format   bytes of a page by the format of the target's rows, as --kv-dtype names them
@@ -78,7 +81,7 @@ class MemoryPlan:
 
     @property
     def pages(self) -> int:
-        return max(0, self.room // self.page_bytes)
+        return self._pages_of(self.page_bytes)
 
     @property
     def fits(self) -> bool:
@@ -93,10 +96,10 @@ class MemoryPlan:
             lines.append(f"{lead + item.name:<62}{item.bytes / GIB:8.2f}")
         lines.append(f"{'  left for KV pages':<62}{self.room / GIB:8.2f}")
         if self.num_pages is not None:
-            wanted = f"  KV pages wanted: {self.num_pages} of {self.page_size} tokens"
-            lines.append(f"{wanted:<62}{self.num_pages * self.page_bytes / GIB:8.2f}")
+            taken = f"  KV pages: {self.num_pages:,} of {self.page_size} tokens, and a spare one"
+            lines.append(f"{taken:<62}{self._bytes_of(self.num_pages) / GIB:8.2f}")
         rooms = (
-            f"{max(0, self.room // size) * self.page_size:,} in {name}"
+            f"{self._pages_of(size) * self.page_size:,} in {name}"
             for name, size in self.by_format.items()
         )
         lines.append(f"  room for so many tokens of KV: {', '.join(rooms)}")
@@ -109,10 +112,10 @@ class MemoryPlan:
         pages = 1 if self.num_pages is None else self.num_pages
         return (
             f"rank {self.rank} of {self.ranks} does not fit on {self.card.name}: it needs "
-            f"{(self.fixed + pages * self.page_bytes) / GIB:.1f} GiB of "
+            f"{(self.fixed + self._bytes_of(pages)) / GIB:.1f} GiB of "
             f"{self.card.total / GIB:.1f} ({self.weights / GIB:.1f} of weights, "
             f"{(self.fixed - self.weights) / GIB:.1f} beside them, "
-            f"{pages * self.page_bytes / GIB:.2f} of KV pages)"
+            f"{self._bytes_of(pages) / GIB:.2f} of KV pages)"
         )
 
     def check(self) -> None:
@@ -124,6 +127,13 @@ class MemoryPlan:
         if self.pages:
             return f"--num-pages {self.pages} (num_pages, of {self.page_size} tokens) would fit"
         return "use a larger tp, or cards with more memory"
+
+    def _pages_of(self, size: int) -> int:
+        """Of `size` bytes, that fit beside the spare one."""
+        return max(0, self.room // size - SPARE_PAGES)
+
+    def _bytes_of(self, pages: int) -> int:
+        return (pages + SPARE_PAGES) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +171,10 @@ class Planned:
             },
             num_pages=self.num_pages,
         )
+
+    def page_bytes(self, rank: int) -> int:
+        """Of a page of that rank."""
+        return self._page_bytes(self.drafter if rank == 0 else None, self.kv_row)
 
     def plans(self, card: Card) -> list[MemoryPlan]:
         """Of the ranks that differ: the first, and any other where the first drafts."""
@@ -200,42 +214,32 @@ class Planned:
 
     def _beside(self, drafter: DFlashConfig | None, card: Card) -> list[Item]:
         context = max(CONTEXT_BYTES if self.on_gpu else 0, card.taken)
+        steps = self._steps(drafter)
         items = [
             Item("context, libraries, and what others took", context),
-            Item("workspaces", self._workspace_bytes(drafter)),
+            Item("workspaces", steps.workspaces),
         ]
         if self.on_gpu and self.config.tp > 1:
             items.append(Item("NCCL", NCCL_BYTES))
         if self.on_gpu and self.config.graphs:
-            items.append(Item("CUDA graphs", self._graph_bytes(drafter)))
-        items.append(Item("reserve", round(RESERVE * card.total)))
+            items.append(Item("CUDA graphs", steps.graphs))
+        items.append(Item("reserve, for what is not counted", self._reserve(card)))
         return items
 
-    def _workspace_bytes(self, drafter: DFlashConfig | None) -> int:
-        """A step of prompts and trees: its rows in the widest layer, and logits of its trees."""
-        config, model = self.config, self.model
-        drawn = config.max_requests * (1 + config.budget)
-        rows = drawn + config.prefill_chunk
-        heads = model.num_attention_heads // config.tp
-        attention = heads * (model.qk_head_dim + 2 * model.kv_width + 2 * model.v_head_dim)
-        inner = max(model.intermediate_size, model.moe_intermediate_size) // config.tp
-        taps = len(drafter.target_layer_ids) if drafter else 0
-        layer = max(
-            attention, 3 * inner, 3 * model.num_experts_per_tok * model.hidden_size
-        )  # a row's experts: their outputs, weighed in fp32
-        activations = rows * (layer + (6 + 2 * taps) * model.hidden_size) * self.dtype.itemsize
-        logits = LOGITS_COPIES * drawn * model.vocab_size * 4
-        if drafter:
-            blocks = config.max_requests * drafter.block_size
-            logits = max(logits, 2 * blocks * model.vocab_size * self.dtype.itemsize)
-        return activations + logits
+    def _steps(self, drafter: DFlashConfig | None) -> StepMemory:
+        return StepMemory(
+            config=self.config,
+            model=self.model,
+            drafter=drafter,
+            dtype=self.dtype,
+            packed=self.packed,
+            on_gpu=self.on_gpu,
+        )
 
-    def _graph_bytes(self, drafter: DFlashConfig | None) -> int:
-        """Every round that is captured, by its kernels; their arrays share one pool."""
-        buckets = Buckets.of(self.config.max_requests, self.config.budget)
-        rounds = len(buckets.requests) * len(buckets.num_nodes)
-        layers = self.model.num_hidden_layers + (len(drafter.layers) if drafter else 0)
-        return rounds * (layers * NODES_A_LAYER + NODES_A_ROUND) * GRAPH_NODE_BYTES
+    def _reserve(self, card: Card) -> int:
+        if not self.on_gpu:
+            return round(HOST_RESERVE * card.total)
+        return max(RESERVE_BYTES, round(RESERVE * card.total))
 
     def _row(self, kept_as: torch.dtype) -> RowFormat:
         return RowFormat.of(self.model.kv_lora_rank, self.model.qk_rope_head_dim, kept_as)
@@ -251,9 +255,9 @@ class Planned:
         )
 
 
-def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> MemoryPlan:
-    """What an engine's rank is about to take on the device that it has."""
-    planned = Planned(
+def planned_start(config: EngineConfig, facts: EngineFacts) -> Planned:
+    """What the plans of an engine's ranks are made from."""
+    return Planned(
         config=config,
         model=facts.model,
         drafter=facts.draft_config(),
@@ -261,9 +265,13 @@ def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> Memory
         kv_row=facts.kv_row,
         packed=experts_stay_packed(facts.model, facts.dtype, facts.device),
         on_gpu=facts.device.type == "cuda",
-        num_pages=facts.num_pages + SPARE_PAGES,
+        num_pages=None if facts.pages_by_room else facts.num_pages,
     )
-    return planned.plan(rank, card_found(facts.device, config.tp))
+
+
+def plan_of_start(config: EngineConfig, facts: EngineFacts, rank: int) -> MemoryPlan:
+    """What an engine's rank is about to take on the device that it has."""
+    return planned_start(config, facts).plan(rank, card_found(facts.device, config.tp))
 
 
 def fitting_ranks(planned: Sequence[Planned], card: Card) -> int | None:

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from kdray.arguments import add_engine_arguments, engine_config, parse_faults
-from kdray.config import FaultPolicy
+from kdray.config import EngineConfig, FaultPolicy
 from kdray.errors import ConfigError
 from kdray.serve.arguments import parse_arguments
 
@@ -59,3 +59,22 @@ def test_where_weights_come_from_reaches_the_config() -> None:
     assert parse_arguments({"load_format": "dummy"}).config.load_format == "dummy"
     with pytest.raises(ConfigError, match="load_format must be one of auto, dummy, got 'random'"):
         parse_arguments({"load_format": "random"})
+
+
+def test_the_memory_of_kv_pages_reaches_the_config() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+
+    def bytes_of(*words: str) -> int | None:
+        return engine_config(parser.parse_args(words)).kv_memory_bytes
+
+    assert bytes_of() is None
+    assert bytes_of("--kv-memory", "20 GiB") == 20 << 30
+    assert bytes_of("--kv-memory", "1.5GB") == 1_500_000_000
+    assert parse_arguments({"kv_memory_bytes": "2147483648"}).config.kv_memory_bytes == 2 << 30
+    for wrong in ("20", "a lot", "0 GiB", "-3 GiB", "20 GiBs"):
+        with pytest.raises(ConfigError, match=f"such as 20 GiB, got '{wrong}'"):
+            bytes_of(f"--kv-memory={wrong}")
+    for number in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match="kv_memory_bytes must be an integer from 1"):
+            EngineConfig(kv_memory_bytes=number)  # type: ignore[arg-type]

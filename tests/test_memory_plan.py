@@ -14,7 +14,14 @@ from kdray.config import EngineConfig
 from kdray.errors import ConfigError
 from kdray.facts import resolve, row_format
 from kdray.kernels.ops import load_ops
-from kdray.memory_plan import GIB, Planned, fitting_ranks, plan_of_start
+from kdray.memory_plan import (
+    GIB,
+    SPARE_PAGES,
+    MemoryPlan,
+    Planned,
+    fitting_ranks,
+    plan_of_start,
+)
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
@@ -131,7 +138,7 @@ def test_kimi_k26_does_not_fit_on_four() -> None:
 def test_pages_are_what_is_left_and_the_drafting_rank_has_fewer() -> None:
     first, other = kimi(8).plans(RTX)
     assert first.room == RTX.total - first.fixed
-    assert first.pages == first.room // first.page_bytes
+    assert first.pages == first.room // first.page_bytes - SPARE_PAGES
     # Rows of 576 numbers and 16 bytes, in 61 layers; keys and values of 8 heads in 6.
     assert other.page_bytes == 16 * 61 * (576 * 2 + 16)
     assert first.page_bytes == other.page_bytes + 16 * 6 * 2 * 8 * 128 * 2
@@ -145,6 +152,7 @@ def test_more_pages_than_fit_are_refused_with_the_number_that_does() -> None:
     planned = kimi(8)
     room = planned.plan(0, RTX).pages
     assert replace(planned, num_pages=room).plan(0, RTX).fits
+    assert (room + SPARE_PAGES) * planned.page_bytes(0) <= planned.plan(0, RTX).room
     with pytest.raises(ConfigError, match=f"num-pages {room} .*of 16 tokens. would fit"):
         replace(planned, num_pages=room + 1).plan(0, RTX).check()
 
@@ -160,6 +168,40 @@ def test_memory_that_others_took_counts() -> None:
     busy = replace(RTX, taken=20 * GIB)
     lost = kimi(8).plan(1, RTX).room - kimi(8).plan(1, busy).room
     assert 19 * GIB < lost < 20 * GIB
+
+
+def test_what_is_not_counted_has_a_line_of_its_own() -> None:
+    def reserve(plan: MemoryPlan) -> float:
+        [held] = [item.bytes for item in plan.items if item.name.startswith("reserve")]
+        line = f"{'  reserve, for what is not counted':<62}{held / GIB:8.2f}"
+        assert line in plan.text().splitlines()
+        return held / plan.card.total
+
+    b200, host = card_named("B200"), Card("this host", 8 * GIB)
+    assert reserve(kimi(8).plan(0, RTX)) == 2 * GIB / RTX.total
+    assert reserve(kimi(8).plan(0, b200)) == pytest.approx(0.02)
+    assert reserve(replace(kimi(8), on_gpu=False).plan(0, host)) == pytest.approx(0.01)
+
+
+def test_rounds_in_graphs_hold_their_arrays_beside_those_of_a_step() -> None:
+    names = {item.name: item.bytes for item in kimi(8).plan(0, RTX).items}
+    rows = 16 * (1 + 16)
+    logits_of_drafts = 2 * 16 * 8 * 163840 * 2
+    experts_of_rows = rows * 3 * 8 * 7168 * 2
+    assert names["CUDA graphs"] > logits_of_drafts + experts_of_rows
+    stepping = {item.name for item in kimi(8, graphs=False).plan(0, RTX).items}
+    assert "CUDA graphs" not in stepping
+
+
+def test_experts_that_are_not_packed_need_room_for_all_their_outputs() -> None:
+    """512 rows of a prompt by 384 experts of 2048 / 8, as kdray.model.moe runs them."""
+    inner, outputs = 3 * 512 * 384 * 256, 512 * 384 * 7168
+    packed, unpacked = (
+        {item.name: item.bytes for item in planned.plan(1, RTX).items}
+        for planned in (kimi(8), replace(kimi(8), packed=False))
+    )
+    more = unpacked["workspaces"] - packed["workspaces"]
+    assert more == (inner + outputs) * 2
 
 
 def test_the_plan_of_a_start_counts_its_pages_by_the_byte() -> None:
@@ -183,9 +225,9 @@ def test_the_plan_of_a_start_counts_its_pages_by_the_byte() -> None:
         page_size=config.page_size,
         num_pages=facts.num_pages + 1,
     )
-    assert plan.num_pages is not None
+    assert plan.num_pages == facts.num_pages
     held = tensors_of([*cache.rows, *drafter.cache], set())
-    assert plan.num_pages * plan.page_bytes == held
+    assert (plan.num_pages + SPARE_PAGES) * plan.page_bytes == held
     assert plan.fits and "left for KV pages" in plan.text()
 
 

@@ -57,12 +57,15 @@ def load_weights(
         reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
         reader.check(shapes)
         read_mlp = _mlp_reader(reader, config, form)
-        return DraftWeights(
+        weights = DraftWeights(
             fc=reader.matrix("fc.weight"),
             hidden_norm=reader.norm("hidden_norm.weight"),
             layers=tuple(_layer(reader, i, config, read_mlp) for i in range(len(config.layers))),
             norm=reader.norm("norm.weight"),
         )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what laying out took is for those behind, torch or not
+    return weights
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,9 @@ class AttentionSplit:
         return cls(_subset(batch, short), rows, expanded)
 
 
-def _key_block(query: Tensor) -> int:
-    """Cached keys that query [H, ..] attends to at a time."""
-    return max(HEAD_KEYS_FUSED // len(query), KEY_BLOCK) if query.is_cuda else KEY_BLOCK
+def key_block(heads: int, *, on_gpu: bool) -> int:
+    """Cached keys that so many heads attend to at a time."""
+    return max(HEAD_KEYS_FUSED // heads, KEY_BLOCK) if on_gpu else KEY_BLOCK
 
 
 def _long_rows(batch: AttentionBatch, request: int) -> Iterator[LongRows]:
@@ -211,7 +211,7 @@ class LatentAttention:
         query, cached = query.transpose(0, 1), long.num_cached
         _, nope, latent_dim = self.key_up.shape
         rope_dim = query.shape[2] - nope
-        starts = [*range(0, cached, _key_block(query)), cached]
+        starts = [*range(0, cached, key_block(len(query), on_gpu=query.is_cuda)), cached]
         state = None
         for start, end in pairwise([*starts, cached + query.shape[1]]):
             kept = gathered(cache, long.slots[start:end], latent_dim, rope_dim)

@@ -20,6 +20,8 @@ def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 x RTX PRO 6000: 71.0 GiB of the target's weights a GPU (71.3 GiB with routers" in out
     first, other = json.loads(out.splitlines()[-1])["plans"]
     assert first["fits"] and first["tokens"] < other["tokens"]
+    assert first["num_pages"] == other["num_pages"] == first["pages"] < other["pages"]
+    assert f"KV pages: {first['pages']:,} of 16 tokens ({first['tokens']:,} tokens), all the" in out
     assert sum(first["items"].values()) > first["card_bytes"] - first["room_bytes"]  # parts twice
 
 
@@ -47,3 +49,18 @@ def test_without_a_gpu_its_name_is_needed(
 def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--gpu", "24 GB"]) == 0
     assert "1 x a card of 24 GB: 0.0 GiB" in capsys.readouterr().out
+
+
+def test_pages_that_were_asked_for_are_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu", "RTX PRO 6000", "--tp", "8")
+    assert run(*given, "--num-pages", "321") == 0
+    assert "  KV pages: 321 of 16 tokens, and a spare one" in capsys.readouterr().out
+    assert run(*given, "--kv-memory", "2 GiB") == 0
+    pages = (2 << 30) // (16 * 61 * (576 * 2 + 16))
+    assert f"  KV pages: {pages:,} of 16 tokens, and a spare one" in capsys.readouterr().out
+    assert run(*given, "--kv-memory", "80 GB") == 1
+    assert "74.51 of KV pages); " in capsys.readouterr().err
+    assert run(*given, "--max-model-len", "1000", "--max-requests", "2") == 0
+    assert "KV pages: 130 of 16 tokens (2,080 tokens), all that can be of use" in (
+        capsys.readouterr().out
+    )
