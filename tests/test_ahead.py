@@ -12,11 +12,13 @@ from itertools import islice
 
 import pytest
 
+from jobs.closed_loop import ModelledClock
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
 from kdray.core.plan import RequestResult
 from kdray.core.request import SamplingParams
 from kdray.driver.ahead import InFlight
+from kdray.driver.turns import PromptTurns
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import InvalidRequest
 
@@ -68,14 +70,36 @@ def test_rounds_ahead_of_the_host_write_what_plain_decoding_writes(
     assert engine.driver.clock.seconds["launch"] > 0
 
 
+def gathering(engine: Engine) -> Engine:
+    """With steps of prompts that cost nine rounds."""
+    clock = ModelledClock(engine.driver, round_s=1.0, host_step_s=9.0)
+    engine.driver.prompt_turns = PromptTurns(clock.now)
+    return engine
+
+
+def test_prompts_that_gather_change_no_token() -> None:
+    """Among visits that come, and leave before their turn or after it."""
+    seed, count = 12, 30
+    engine = gathering(engine_of(ahead=True))
+    replies = run_visits(engine.driver, engine.facts, visits_of(seed, count))
+    check_same(replies, plainly(seed, count), visits_of(seed, count))
+    assert engine.driver.scheduler.pages.num_used == 0
+    assert engine.driver.counters.prompt_steps < count
+
+
 def staying(prompt: Sequence[int], sampling: SamplingParams) -> Visit:
     return Visit(prompt=tuple(prompt), sampling=sampling, pause=0, patience=None)
 
 
-def test_short_of_pages_the_step_in_flight_is_read_before_anyone_is_preempted() -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_short_of_pages_the_step_in_flight_is_read_before_anyone_is_preempted(
+    gathers: bool,
+) -> None:
     sampling = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.8, seed=4)
-    visits = [staying(range(100 * n, 100 * n + 20), sampling) for n in range(1, 6)]
+    visits = [staying(range(100 * n, 100 * n + 20), sampling) for n in range(1, 8)]
     engine = engine_of(ahead=True, budget=8, page_size=1, num_pages=200)
+    if gathers:
+        gathering(engine)
     replies = run_visits(engine.driver, engine.facts, visits)
     assert engine.driver.scheduler.num_preemptions > 0
     plain = engine_of(ahead=False, mode="plain")

@@ -72,6 +72,11 @@ class StepPlan:
         """Whether any request is behind its prompt."""
         return any(r.samples and len(r.known) == 1 for r in self.requests)
 
+    @property
+    def prompts(self) -> bool:
+        """Whether any request runs some of its prompt, or of what it had before a preemption."""
+        return any(len(r.known) > 1 or not r.samples for r in self.requests)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunningRows:

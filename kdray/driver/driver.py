@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,7 @@ from kdray.driver.ahead import AheadDecoder, InFlight
 from kdray.driver.running import on_device
 from kdray.driver.scheduler import AheadStep, RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
-from kdray.driver.turns import HostTurns
+from kdray.driver.turns import HostTurns, PromptTurns
 from kdray.kernels.ops import Ops
 from kdray.model.drafter import Drafter
 from kdray.profiling.recorder import Recorder
@@ -36,10 +36,12 @@ from kdray.profiling.session import ProfileSession
 
 @dataclass(slots=True)
 class DriverCounters:
-    """Totals since the start. accept_lengths counts speculative steps of single requests, and
-    tree_nodes their trees by draft nodes."""
+    """Totals since the start. prompt_steps are those of the steps that ran prompts, from the host;
+    accept_lengths counts speculative steps of single requests, and tree_nodes their trees by draft
+    nodes."""
 
     steps: int = 0
+    prompt_steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     verified_rows: int = 0
@@ -77,6 +79,7 @@ class Driver:
         self._depth = speculation.depth
         self._device = device
         self._decoder = decoder
+        self.prompt_turns = PromptTurns()
         self._turns = HostTurns()
         self._flights: deque[InFlight] = deque()  # launched, oldest first; one between two steps
 
@@ -115,18 +118,30 @@ class Driver:
         if ahead is not None:
             with self.clock.stage("launch"):
                 self._flights.append(decoder.launch(ahead))
-        planned = self._step_planned(decodes=ahead is None or self._turns.is_due())
+        decoding = 0 if ahead is None else len(ahead.requests)
+        planned = self._step_planned(
+            decodes=decoding == 0 or self._turns.is_due(),
+            admits=self.prompt_turns.is_due(
+                waiting=self.scheduler.num_admissible, decoding=decoding
+            ),
+        )
         if planned is None and not self._flights and not outputs:
             return None
         outputs += planned or []
         return outputs + self._collect(decoder, leave=0 if ahead is None else 1)
 
-    def _step_planned(self, *, decodes: bool = True) -> list[RequestOutput] | None:
+    def _step_planned(
+        self, *, decodes: bool = True, admits: bool = True
+    ) -> list[RequestOutput] | None:
         with self.clock.stage("schedule"):
-            plan = self.scheduler.schedule(decodes=decodes)
+            plan = self.scheduler.schedule(decodes=decodes, admits=admits)
         if plan is None:
             return None
-        with self._turns.turn() if plan.decodes else nullcontext():
+        with ExitStack() as turns:
+            if plan.decodes:
+                turns.enter_context(self._turns.turn())
+            if plan.prompts:
+                turns.enter_context(self.prompt_turns.turn())
             result = self.round(plan)
         with self.clock.stage("schedule"):
             outputs = self.scheduler.update(plan, result)
@@ -188,6 +203,7 @@ class Driver:
     def _count(self, plan: StepPlan, outputs: Sequence[RequestOutput]) -> None:
         counters = self.counters
         counters.steps += 1
+        counters.prompt_steps += plan.prompts
         for request in plan.requests:
             counters.prompt_tokens += max(
                 0, min(request.num_prompt - request.num_cached, len(request.known))

@@ -27,6 +27,11 @@ class Roster:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_admissible(self) -> int:
+        """Of those who wait, how many have a slot; their pages may be short."""
+        return min(len(self._waiting), len(self._free_slots))
+
     def refuse_known(self, request: Request) -> None:
         """Raises InvalidRequest where a request of the same id is still open."""
         if request.request_id in self._ids:

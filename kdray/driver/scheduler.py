@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._roster.running)
 
     @property
+    def num_admissible(self) -> int:
+        """Of those who wait, how many have a slot."""
+        return self._roster.num_admissible
+
+    @property
     def num_preemptions(self) -> int:
         return self._roster.num_preemptions
 
@@ -91,13 +96,15 @@ class Scheduler:
         """Forget a request at once, wherever it is; False where it is not known (any more)."""
         return self._roster.abort(request_id)
 
-    def schedule(self, *, decodes: bool = True) -> StepPlan | None:
+    def schedule(self, *, decodes: bool = True, admits: bool = True) -> StepPlan | None:
         """The next step's plan; None where there is nothing to do.
 
         decodes: False leaves out requests whose prompt is cached; they have a turn later
+        admits: False leaves those who wait, unless there is a step that they can join
         """
         planned = self._plan_running(decodes)
-        planned += self._admit(sum(len(p.known) for p in planned if len(p.known) > 1))
+        if admits or planned:
+            planned += self._admit(sum(len(p.known) for p in planned if len(p.known) > 1))
         if not planned:
             return None
         self._step += 1

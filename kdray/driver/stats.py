@@ -16,6 +16,7 @@ Number = TypeVar("Number", int, float)
 class DriverStats:
     """A snapshot between two steps. Seconds and counts since the start.
 
+    prompt_steps     steps that ran prompts, which hold up those who decode
     accept_lengths   accept length -> speculative steps of single requests that gained so many
     tree_nodes       draft nodes -> trees of so many
     stage_seconds    verb -> wall-clock seconds
@@ -29,6 +30,7 @@ class DriverStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    prompt_steps: int = 0
     verified_rows: int = 0
     preemptions: int = 0
     accept_lengths: dict[int, int] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class DriverStats:
             prompt_tokens=before.prompt_tokens + self.prompt_tokens,
             generated_tokens=before.generated_tokens + self.generated_tokens,
             steps=before.steps + self.steps,
+            prompt_steps=before.prompt_steps + self.prompt_steps,
             verified_rows=before.verified_rows + self.verified_rows,
             preemptions=before.preemptions + self.preemptions,
             accept_lengths=_sum(before.accept_lengths, self.accept_lengths),
@@ -62,6 +65,7 @@ def snapshot(driver: Driver) -> DriverStats:
         prompt_tokens=counters.prompt_tokens,
         generated_tokens=counters.generated_tokens,
         steps=counters.steps,
+        prompt_steps=counters.prompt_steps,
         verified_rows=counters.verified_rows,
         preemptions=scheduler.num_preemptions,
         accept_lengths=dict(counters.accept_lengths),

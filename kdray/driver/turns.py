@@ -1,19 +1,22 @@
-"""Whose turn it is where some requests' draws need the host and others run ahead of it.
+"""Whose turn it is: steps from the host hold up everybody who decodes ahead of it.
 
-A step from the host takes several times as long as a device round, and the others' next round waits
-behind it. So after a step from the host its requests let as much time pass as it took: either kind
-has half of the time, and neither waits long.
+Such a step is launched kernel by kernel, which takes several times as long as a device round, and
+the next round waits behind it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class HostTurns:
-    """now: seconds, from any start."""
+    """Of requests whose draws need the host: after a step of theirs as much time passes as it took.
+
+    So either kind has half of the time, and neither waits long. now: seconds, from any start.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -29,3 +32,33 @@ class HostTurns:
         yield
         end = self._now()
         self._due = end + (end - start)
+
+
+class PromptTurns:
+    """Of requests that wait for their first step while others decode.
+
+    Most of a short prompt's step is a price that any number of prompts can share. So behind a step
+    of prompts the next ones gather, until their waiting has cost as much as that price costs those
+    who decode: W requests by the time waited against D by the price, and for the price itself at
+    most. That doubles what a request waits at worst; where steps of prompts are rarer than that,
+    nobody waits. The price is the shortest such step so far: a longer one had rows to pay for.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last = -math.inf
+        self._price = math.inf
+
+    def is_due(self, *, waiting: int, decoding: int) -> bool:
+        """waiting: those of the queue that have a slot."""
+        if self._last == -math.inf or waiting == 0 or decoding == 0:
+            return True
+        return self._now() - self._last >= self._price * min(1.0, decoding / waiting)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a step that runs prompts."""
+        start = self._now()
+        yield
+        self._last = self._now()
+        self._price = min(self._price, self._last - start)

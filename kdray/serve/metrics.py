@@ -156,6 +156,7 @@ def _engine(stats: DriverStats) -> Iterator[Family]:
         stats.pages_used / stats.pages_total if stats.pages_total else 0.0,
     )  # fmt: skip
     yield single("steps_total", "counter", "Engine steps.", stats.steps)
+    yield single("prompt_steps_total", "counter", "Steps with prompts.", stats.prompt_steps)
     yield single("verified_rows_total", "counter", "Rows the target ran.", stats.verified_rows)
     yield single("preemptions_total", "counter", "Requests preempted.", stats.preemptions)
     yield labelled(

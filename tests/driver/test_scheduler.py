@@ -128,6 +128,30 @@ def test_prompts_get_on_where_decoding_has_no_turn() -> None:
     assert planned == [[("a", 5), ("b", 3)], [("b", 4)], None, [("a", 1), ("b", 1)]]
 
 
+def test_who_waits_joins_a_step_there_is_but_makes_none_unless_admitted() -> None:
+    scheduler = make_scheduler(prefill_chunk=8)
+    scheduler.add(make_request("a", prompt_length=10, max_tokens=4))
+    planned = []
+    for admits in (False, True, False, False, True):
+        plan = scheduler.schedule(decodes=False, admits=admits)
+        planned.append([(p.request_id, len(p.known)) for p in plan.requests] if plan else None)
+        if plan is not None:
+            scheduler.update(plan, answer(plan, random.Random(0)))
+        if scheduler.num_waiting == 0 and len(planned) < 4:
+            scheduler.add(make_request(f"b{len(planned)}", prompt_length=3, max_tokens=4))
+    assert planned == [None, [("a", 8)], [("a", 2), ("b2", 3)], None, [("b3", 3)]]
+    assert scheduler.num_admissible == 0
+
+
+def test_only_those_with_a_slot_are_admissible() -> None:
+    scheduler = make_scheduler(max_requests=2)
+    for name in "abc":
+        scheduler.add(make_request(name, prompt_length=3, max_tokens=4))
+    assert (scheduler.num_waiting, scheduler.num_admissible) == (3, 2)
+    scheduler.schedule()
+    assert (scheduler.num_waiting, scheduler.num_admissible) == (1, 0)
+
+
 def test_the_first_token_of_a_prefill_has_no_accept_length() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", prompt_length=3, max_tokens=4))
