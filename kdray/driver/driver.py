@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from kdray.driver.scheduler import AheadStep, RequestOutput, Scheduler
 from kdray.driver.stages import StageClock
 from kdray.driver.turns import HostTurns, PromptTurns
 from kdray.kernels.ops import Ops
+from kdray.kernels.page_tables import upload
 from kdray.model.drafter import Drafter
 from kdray.profiling.recorder import Recorder
 from kdray.profiling.session import ProfileSession
@@ -185,8 +187,8 @@ class Driver:
         self.verifiers.close()
 
     def _roots(self, plan: StepPlan) -> Tensor:
-        roots = [int(request.known[-1]) for request in plan.requests]
-        return torch.tensor(roots, dtype=torch.int32, device=self._device)
+        roots = [request.known[-1] for request in plan.requests]
+        return upload(np.array(roots, dtype=np.int32), self._device)
 
     def _propose(self, plan: StepPlan, roots: Tensor) -> Candidates:
         if self._drafter is None or plan.max_budget == 0:

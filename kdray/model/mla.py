@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 from kdray.kernels.latent_rows import gathered
 from kdray.kernels.ops import Ops
+from kdray.kernels.page_tables import upload
 from kdray.model.layers import RmsNorm
 from kdray.model.prefill import attend_block, merge_states
 
@@ -109,7 +111,7 @@ def _subset(batch: AttentionBatch, requests: list[int]) -> AttentionBatch:
     row_start = [0]
     for r in requests:
         row_start.append(row_start[-1] + batch.row_start[r + 1] - batch.row_start[r])
-    index = torch.tensor(requests, device=batch.page_table.device)
+    index = upload(np.array(requests, dtype=np.int64), batch.page_table.device)
     return AttentionBatch(
         row_start=tuple(row_start),
         num_cached=tuple(batch.num_cached[r] for r in requests),

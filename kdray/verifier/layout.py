@@ -12,6 +12,7 @@ from torch import Tensor
 from kdray.core.plan import DraftTrees, PlannedRequest, StepPlan
 from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.ops import SamplingRows
+from kdray.kernels.page_tables import upload
 from kdray.model.batch import ForwardBatch
 
 Int64Array = NDArray[np.int64]
@@ -35,6 +36,18 @@ class HostTrees:
             num_nodes=tuple(trees.num_nodes.tolist()),
         )
 
+    @classmethod
+    def of_roots(cls, plan: StepPlan) -> HostTrees:
+        """Of a plan without drafts, as the host knows them: reading them back would wait for the
+        rounds in front, and their time is what a prompt's launches hide in."""
+        roots = np.array([[request.known[-1]] for request in plan.requests], dtype=np.int32)
+        return cls(
+            token=roots,
+            parent=np.full_like(roots, -1),
+            depth=np.zeros_like(roots),
+            num_nodes=(1,) * len(roots),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLayout:
@@ -55,11 +68,14 @@ class StepLayout:
 
 
 def lay_out(plan: StepPlan, trees: DraftTrees, page_size: int, device: torch.device) -> StepLayout:
-    """The rows of `plan` with `trees` [R, N] behind the known tokens (core.plan, Rows)."""
-    host = HostTrees.of(trees)
+    """The rows of `plan` with `trees` [R, N] behind the known tokens (core.plan, Rows).
+
+    Without drafts nothing waits for the device.
+    """
+    host = HostTrees.of(trees) if plan.max_budget else HostTrees.of_roots(plan)
     parts = [_rows_of(r, request, host, page_size) for r, request in enumerate(plan.requests)]
     tokens, positions, slots = (
-        torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*parts, strict=True)
+        upload(np.concatenate(column), device) for column in zip(*parts, strict=True)
     )
     row_start = (0, *np.cumsum([len(part[0]) for part in parts]).tolist())
     rows, request_index, node_index = _drawn(plan, host, row_start)
@@ -67,7 +83,7 @@ def lay_out(plan: StepPlan, trees: DraftTrees, page_size: int, device: torch.dev
         row_start=row_start,
         num_cached=tuple(request.num_cached for request in plan.requests),
         num_known=tuple(len(request.known) for request in plan.requests),
-        page_table=_page_table(plan).to(device),
+        page_table=upload(_page_table(plan), device),
         page_size=page_size,
         mask=trees.mask,
     )
@@ -76,7 +92,7 @@ def lay_out(plan: StepPlan, trees: DraftTrees, page_size: int, device: torch.dev
         trees=host,
         batch=ForwardBatch(token=tokens, position=positions, slot=slots, attention=attention),
         row_start=row_start,
-        drawn_rows=torch.from_numpy(rows).to(device),
+        drawn_rows=upload(rows, device),
         drawn_at=(torch.from_numpy(request_index), torch.from_numpy(node_index)),
     )
 
@@ -133,12 +149,12 @@ def _drawn(
     )
 
 
-def _page_table(plan: StepPlan) -> Tensor:
+def _page_table(plan: StepPlan) -> NDArray[np.int32]:
     width = max(len(request.pages) for request in plan.requests)
     table = np.zeros((len(plan.requests), width), dtype=np.int32)
     for r, request in enumerate(plan.requests):
         table[r, : len(request.pages)] = request.pages
-    return torch.from_numpy(table)
+    return table
 
 
 def _history(layout: StepLayout, r: int, node: int) -> tuple[list[int], list[int]] | None:

@@ -68,11 +68,13 @@ class Verifier:
     @torch.inference_mode()
     def commit(self, paths: AcceptedPaths) -> None:
         """Make the accepted KV of the step just verified contiguous behind what was cached."""
-        assert self._layout is not None, "commit follows verify"
-        source, target = accepted_slots(self._layout, paths, self.cache.page_size)
+        layout, self._layout = self._layout, None
+        assert layout is not None, "commit follows verify"
+        if layout.plan.max_budget == 0:
+            return  # known tokens are in place, and reading the paths would wait for the device
+        source, target = accepted_slots(layout, paths, self.cache.page_size)
         if len(source):
             self._ops.commit_kv(self.cache.rows, source.to(self._device), target.to(self._device))
-        self._layout = None
 
     @torch.inference_mode()
     def verify_on_device(

@@ -9,7 +9,9 @@ import torch
 
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
-from kdray.engine import build_engine, resolve
+from kdray.core.plan import StepPlan, StepResult
+from kdray.core.request import SamplingParams
+from kdray.engine import build_engine, make_request, resolve
 from kdray.kernels.cuda_round import CudaRoundOps
 from tests.gpu.near_ties import check_same
 from tests.kernels.round_cases import check_round
@@ -49,6 +51,43 @@ def test_captured_rounds_write_what_plain_decoding_writes(
     replies = replies_of(visits, **wishes)
     for visit, mine, other in zip(visits, replies, plainly, strict=True):
         check_same(visit, mine, other)
+
+
+def test_a_prompts_launches_do_not_wait_for_the_rounds_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the plan to the end of its forward pass the host waits for nothing."""
+    config = EngineConfig(device="cuda", max_requests=6)
+    engine = build_engine(config, resolve(config))
+    driver, sampling = engine.driver, SamplingParams(max_tokens=60, ignore_eos=True)
+    for n in range(2):  # the first of a kind may wait, for memory and kernels
+        driver.submit(make_request(f"warm{n}", range(100, 400), sampling, engine.facts))
+        driver.submit(make_request(f"short{n}", range(100, 120), sampling, engine.facts))
+        driver.step()
+    model, whole, passes = driver.verifiers._verifier.model, driver.round, []  # type: ignore[attr-defined]
+    forward = type(model).forward
+
+    def strict(plan: StepPlan) -> StepResult:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return whole(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def passed(*args: object) -> object:
+        output = forward(*args)  # type: ignore[arg-type]
+        torch.cuda.set_sync_debug_mode("default")
+        passes.append(len(driver._flights))
+        return output
+
+    monkeypatch.setattr(driver.prompt_turns, "is_due", lambda **_: True)
+    monkeypatch.setattr(driver, "round", strict)
+    monkeypatch.setattr(type(model), "forward", passed)
+    driver.submit(make_request("long", range(100, 400), sampling, engine.facts))
+    driver.submit(make_request("short", range(100, 120), sampling, engine.facts))
+    while driver.step() is not None:
+        pass
+    assert passes and min(passes) >= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
