@@ -4,13 +4,14 @@
     python jobs/bench_admission.py --device cpu
     python jobs/bench_admission.py --device cuda --out benchmarks/results
 
-gather     prompts of waiting requests share a step (kdray.driver.turns.PromptTurns)
 at_once    a free slot is filled at once, whatever that costs those who decode
+gather     prompts of waiting requests share a step (kdray.driver.turns.PromptTurns): the engine's
 
 Rows count steps; a device round is one that runs ahead of the host. On a GPU times are the wall
-clock's. On a CPU, where a round from the host costs no more than one ahead of it, they are
-modelled: a round takes --round-ms and a step from the host --host-step-ms, by default what the
-demo took on an H200, so the same run gives the same figures everywhere.
+clock's, and the verbs' are of a step of prompts. On a CPU, where a step from the host costs no
+more than a round, they are modelled: a round takes --round-ms and launching a step from the host
+--host-step-ms, by default what the demo took on an H200, so a run gives the same figures
+everywhere.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from kdray.arguments import HelpFormatter
 from kdray.config import EngineConfig
 from kdray.core.request import Request, SamplingParams
 from kdray.driver.driver import Driver
+from kdray.driver.stages import VERBS
+from kdray.driver.stats import DriverStats, snapshot
 from kdray.driver.turns import PromptTurns
 from kdray.engine import Engine, build_engine, make_request, resolve
-
-WAYS = ("at_once", "gather")
 
 
 class AtOnce(PromptTurns):
@@ -42,6 +43,9 @@ class AtOnce(PromptTurns):
 
     def is_due(self, *, waiting: int, decoding: int) -> bool:
         return True
+
+
+WAYS = {"at_once": AtOnce, "gather": PromptTurns}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,21 +97,24 @@ def bench(
     engine: Engine, clients: int, way: str, arguments: argparse.Namespace, record: Record
 ) -> None:
     driver = engine.driver
-    launch, whole = driver._decoder.launch, driver.round  # type: ignore[union-attr]
+    decoder, whole = driver._decoder, driver.round
+    assert decoder is not None
+    launch, collect = decoder.launch, decoder.collect
     clock = clock_of(driver, arguments)
-    driver.prompt_turns = (PromptTurns if way == "gather" else AtOnce)(clock.now)
+    driver.prompt_turns = WAYS[way](clock.now)
     requests = requests_of(engine, arguments.requests, arguments, f"{way}-{clients}")
-    counters = driver.counters
-    before = counters.prompt_steps, counters.generated_tokens
+    before = snapshot(driver)
     loop = run_loop(driver, requests, clients, arguments.away_ms / 1e3, clock)
-    driver._decoder.launch, driver.round = launch, whole  # type: ignore[union-attr, method-assign]
-    prompt_steps = counters.prompt_steps - before[0]
-    tokens = counters.generated_tokens - before[1]
+    decoder.launch, decoder.collect = launch, collect  # type: ignore[method-assign]
+    driver.round = whole  # type: ignore[method-assign]
+    after = snapshot(driver)
     samples = {
         "ttft_ms_p50": [round(1e3 * s, 3) for s in loop.ttft_s],
         "latency_ms_p50": [round(1e3 * s, 3) for s in loop.latency_s],
     }
-    extra = figures(loop, len(requests), prompt_steps, tokens, arguments.max_requests)
+    extra = figures(loop, before, after, len(requests), arguments.max_requests)
+    if arguments.device == "cuda":
+        extra |= stages(loop, before, after)
     extra["ttft_ms_p99"] = percentile(samples["ttft_ms_p50"], 99)
     record.add({"clients": clients, "way": way}, samples, extra)
 
@@ -116,24 +123,41 @@ def clock_of(driver: Driver, arguments: argparse.Namespace) -> Clock:
     if arguments.device == "cuda":
         return WallClock()
     return ModelledClock(
-        driver, round_s=arguments.round_ms / 1e3, host_step_s=arguments.host_step_ms / 1e3
+        driver,
+        round_s=arguments.round_ms / 1e3,
+        host_step_s=arguments.host_step_ms / 1e3,
+        launch_s=1e-4,
     )
 
 
 def figures(
-    loop: Loop, requests: int, prompt_steps: int, tokens: int, slots: int
+    loop: Loop, before: DriverStats, after: DriverStats, requests: int, slots: int
 ) -> dict[str, float | None]:
     rounds = loop.running.total()
+    prompt_steps = after.prompt_steps - before.prompt_steps
+    tokens = after.generated_tokens - before.generated_tokens
     return {
         "prompt_steps": prompt_steps,
         "prompts_a_step": requests / prompt_steps,
         "rounds": rounds,
-        "full_rounds": sum(n for running, n in loop.running.items() if running == slots),
+        "full_rounds": loop.running[slots],
         "requests_a_round": sum(r * n for r, n in loop.running.items()) / rounds,
         "rounds_a_prompt_step": rounds / prompt_steps,
         "tokens": tokens,
         "tokens_per_s": tokens / loop.seconds,
     }
+
+
+def stages(loop: Loop, before: DriverStats, after: DriverStats) -> dict[str, float | None]:
+    """Where the host's time goes: its verbs a step of prompts, the others a round."""
+    spent = {
+        stage: 1e3 * (seconds - before.stage_seconds[stage])
+        for stage, seconds in after.stage_seconds.items()
+    }
+    prompt_steps, rounds = after.prompt_steps - before.prompt_steps, loop.running.total()
+    verbs: dict[str, float | None] = {f"{v}_ms": spent[v] / prompt_steps for v in VERBS}
+    others = {f"{s}_ms": spent[s] / rounds for s in ("schedule", "launch", "wait")}
+    return verbs | others | {"prompt_step_ms": sum(spent[v] for v in VERBS) / prompt_steps}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kdray.core.plan import StepPlan, StepResult
+from kdray.core.plan import RequestResult, StepPlan, StepResult
 from kdray.core.request import Request
 from kdray.driver.ahead import InFlight
 from kdray.driver.driver import Driver
@@ -33,15 +33,23 @@ class WallClock:
 
 
 class ModelledClock:
-    """Time in which only steps pass: a device round and a step from the host take what they are
-    said to, so counts are the same on every machine."""
+    """The host's time where only steps pass it, so counts are the same on every machine.
 
-    def __init__(self, driver: Driver, *, round_s: float, host_step_s: float) -> None:
+    A device round takes round_s behind the ones in front of it. The host launches it in launch_s
+    and a step of its own in host_step_s, and waits for what it reads.
+    """
+
+    def __init__(
+        self, driver: Driver, *, round_s: float, host_step_s: float, launch_s: float = 0.0
+    ) -> None:
         assert driver._decoder is not None, "made for rounds that run ahead of the host"
-        self._now = 0.0
-        self._round_s, self._host_step_s = round_s, host_step_s
-        self._launch, self._round = driver._decoder.launch, driver.round
+        self._now = self._device = 0.0
+        self._round_s, self._host_step_s, self._launch_s = round_s, host_step_s, launch_s
+        self._ends: dict[int, float] = {}  # step -> when the device is through with it
+        self._launch, self._collect = driver._decoder.launch, driver._decoder.collect
+        self._round = driver.round
         driver._decoder.launch = self._launched  # type: ignore[method-assign]
+        driver._decoder.collect = self._collected  # type: ignore[method-assign]
         driver.round = self._stepped  # type: ignore[method-assign]
 
     def now(self) -> float:
@@ -51,11 +59,17 @@ class ModelledClock:
         self._now = max(self._now, moment)
 
     def _launched(self, step: AheadStep) -> InFlight:
-        self._now += self._round_s
+        self._now += self._launch_s
+        self._device = max(self._device, self._now) + self._round_s
+        self._ends[step.step] = self._device
         return self._launch(step)
 
+    def _collected(self, flight: InFlight) -> list[RequestResult]:
+        self.wait_until(self._ends[flight.step.step])
+        return self._collect(flight)
+
     def _stepped(self, plan: StepPlan) -> StepResult:
-        self._now += self._host_step_s
+        self._now = self._device = max(self._device, self._now + self._host_step_s)
         return self._round(plan)
 
 
@@ -101,6 +115,8 @@ def run_loop(
                 loop.latency_s.append(clock.now() - since)
                 heapq.heappush(asking, (clock.now() + away_s, client))
     loop.seconds = clock.now() - start
+    while driver.step() is not None:  # a round of those who had ended
+        pass
     return loop
 
 

@@ -87,6 +87,22 @@ def test_prompts_that_gather_change_no_token() -> None:
     assert engine.driver.counters.prompt_steps < count
 
 
+def test_what_ran_in_front_of_a_step_from_the_host_is_out_with_it() -> None:
+    """So nobody whom that round ended runs once more, and his slot is free at once."""
+    engine = engine_of(ahead=True)
+    driver = engine.driver
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    driver.submit(make_request("first", range(100, 120), sampling, engine.facts))
+    driver.step()
+    driver.step()
+    assert len(driver._flights) == 1
+    driver.prompt_turns.is_due = lambda **_: True  # type: ignore[method-assign]
+    driver.submit(make_request("second", range(100, 130), sampling, engine.facts))
+    outputs = driver.step()
+    assert [output.request_id for output in outputs or ()] == ["second", "first", "first"]
+    assert not driver._flights
+
+
 def staying(prompt: Sequence[int], sampling: SamplingParams) -> Visit:
     return Visit(prompt=tuple(prompt), sampling=sampling, pause=0, patience=None)
 

@@ -130,7 +130,9 @@ class Driver:
         if planned is None and not self._flights and not outputs:
             return None
         outputs += planned or []
-        return outputs + self._collect(decoder, leave=0 if ahead is None else 1)
+        # Behind a step from the host nothing is in flight any more: its result came last.
+        leave = 1 if planned is None and ahead is not None else 0
+        return outputs + self._collect(decoder, leave=leave)
 
     def _step_planned(
         self, *, decodes: bool = True, admits: bool = True
