@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     record = Record("admission", vars(arguments) | {"out": None}, arguments.out)
     engine = engine_of(arguments)
+    if arguments.device == "cuda":  # the first of a shape waits for memory and kernels
+        run_loop(engine.driver, requests_of(engine, 64, arguments, "warm"), 32, 0.0, WallClock())
     for clients in arguments.clients:
         for way in arguments.ways:
             bench(engine, clients, way, arguments, record)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,33 +95,33 @@ def run_loop(
     loop, start = Loop(), clock.now()
     asking = [(start, n) for n in range(clients)]  # when each client asks next
     coming, asked = iter(requests), dict[str, tuple[float, int]]()
-    left, started = len(requests), set[str]()
-    count_rounds(driver, loop.running)
-    while left:
-        while asking and asking[0][0] <= clock.now():
-            moment, client = heapq.heappop(asking)
-            if (request := next(coming, None)) is not None:
-                asked[request.request_id] = moment, client
-                driver.submit(request)
-        outputs = driver.step()
-        if outputs is None and asking:
-            clock.wait_until(asking[0][0])
-        for output in outputs or ():
-            since, client = asked[output.request_id]
-            if output.request_id not in started:
-                started.add(output.request_id)
-                loop.ttft_s.append(clock.now() - since)
-            if output.finish_reason is not None:
-                left -= 1
-                loop.latency_s.append(clock.now() - since)
-                heapq.heappush(asking, (clock.now() + away_s, client))
-    loop.seconds = clock.now() - start
-    while driver.step() is not None:  # a round of those who had ended
-        pass
+    started = set[str]()
+    with counted_rounds(driver, loop.running):
+        while len(loop.latency_s) < len(requests):
+            while asking and asking[0][0] <= clock.now():
+                moment, client = heapq.heappop(asking)
+                if (request := next(coming, None)) is not None:
+                    asked[request.request_id] = moment, client
+                    driver.submit(request)
+            outputs = driver.step()
+            if outputs is None and asking:
+                clock.wait_until(asking[0][0])
+            for output in outputs or ():
+                since, client = asked[output.request_id]
+                if output.request_id not in started:
+                    started.add(output.request_id)
+                    loop.ttft_s.append(clock.now() - since)
+                if output.finish_reason is not None:
+                    loop.latency_s.append(clock.now() - since)
+                    heapq.heappush(asking, (clock.now() + away_s, client))
+        loop.seconds = clock.now() - start
+        while driver.step() is not None:  # a round of those who had ended
+            pass
     return loop
 
 
-def count_rounds(driver: Driver, running: Counter[int]) -> None:
+@contextmanager
+def counted_rounds(driver: Driver, running: Counter[int]) -> Iterator[None]:
     """Adds every device round of the driver to `running`, by its requests."""
     decoder = driver._decoder
     assert decoder is not None, "made for rounds that run ahead of the host"
@@ -131,3 +132,5 @@ def count_rounds(driver: Driver, running: Counter[int]) -> None:
         return launch(step)
 
     decoder.launch = launched  # type: ignore[method-assign]
+    yield
+    decoder.launch = launch  # type: ignore[method-assign]
