@@ -57,6 +57,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the drafter's MLPs",
     )
     add(
+        "--draft-tp",
+        type=int,
+        metavar="N",
+        help="ranks that share the drafter: --tp or 1 (default: all where its sizes allow)",
+    )
+    add(
         "--load-format",
         choices=get_args(LoadFormat),
         default=_DEFAULTS.load_format,
@@ -140,6 +146,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
+        draft_tp=arguments.draft_tp,
         load_format=arguments.load_format,
         mode=arguments.mode,
         budget=arguments.budget,

@@ -99,6 +99,8 @@ class EngineConfig:
     draft_weights       of the drafter's MLPs. "auto": as dtype; "int4": rounded at load to 4 bits
                         with a scale for every 32 inputs; a GPU in bfloat16 keeps them so, in 28 %
                         of the bytes. It changes what is drafted, never what is said
+    draft_tp            ranks that share the drafter: tp, or 1, which has rank 0 draft alone; None:
+                        tp where the drafter's sizes allow it. It never changes what is said
     load_format         "auto": weights from the folders' files; "dummy": drawn by their names, for
                         folders of a config.json alone: to see speed, its text means nothing
     mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
@@ -134,6 +136,7 @@ class EngineConfig:
     dtype: DType = "auto"
     kv_dtype: KVDType = "auto"
     draft_weights: DraftWeightType = "auto"
+    draft_tp: int | None = None
     load_format: LoadFormat = "auto"
     mode: Mode = "tree"
     budget: int = 16
@@ -165,6 +168,8 @@ class EngineConfig:
         if rates is not None and not isinstance(rates, SyntheticAcceptance):
             raise ConfigError(f"synthetic_acceptance must be a SyntheticAcceptance, got {rates!r}")
         _between("tp", self.tp, 1, 1024)
+        if self.draft_tp not in (None, 1, self.tp):
+            raise ConfigError(f"draft_tp must be 1 or tp, which is {self.tp}, got {self.draft_tp}")
         _between("budget", self.budget, 0, MAX_BUDGET)
         _between("candidates", self.candidates, 1, MAX_CANDIDATES)
         _between("max_requests", self.max_requests, 1, 4096)

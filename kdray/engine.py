@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kdray.config import EngineConfig
 from kdray.core.budget import Speculation
@@ -21,6 +20,7 @@ from kdray.driver.device_round import RoundParts
 from kdray.driver.driver import Driver
 from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
+from kdray.engine_drafter import leading_drafter, load_drafter
 from kdray.engine_rounds import RoundSizes, ahead_decoder, can_run_ahead, follower_rounds
 from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
@@ -38,12 +38,14 @@ from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
+from kdray.verifier.shared_drafter import SharedDrafter
 from kdray.verifier.synthetic import SyntheticVerifier
 from kdray.verifier.verifier import Verifier
 
 __all__ = [
     "Engine",
     "EngineFacts",
+    "Follower",
     "assemble",
     "build_engine",
     "build_follower",
@@ -64,6 +66,16 @@ class Engine:
     facts: EngineFacts
     driver: Driver
     speculation: Speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """What a rank beside 0 has. drafter: None where rank 0 drafts alone; rounds: None where no
+    rank runs ahead."""
+
+    verifier: Verifier
+    drafter: DFlashDrafter | None
+    rounds: FollowerRounds | None
 
 
 def build_verifier(
@@ -147,8 +159,9 @@ def build_engine(
     verifier = build_verifier(
         config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
     )
-    drafter = _load_drafter(config, facts, ops, verifier.model if shard.size == 1 else facts.target)
-    return assemble(config, facts, ops, drafter, make_group(verifier), round_ops)
+    part = load_drafter(config, facts, ops, verifier.model)
+    group = make_group(verifier)
+    return assemble(config, facts, ops, leading_drafter(facts, part, group), group, round_ops)
 
 
 def build_follower(
@@ -158,8 +171,9 @@ def build_follower(
     shard: Shard,
     collectives: Collectives,
     runs_ahead: bool | None = None,
-) -> tuple[Verifier, FollowerRounds | None]:
-    """Any other rank: its verifier and, where rank 0 runs ahead, its side of the device rounds.
+) -> Follower:
+    """Any other rank: its verifier, its part of a shared drafter and, where rank 0 runs ahead, its
+    side of the device rounds.
 
     On GPUs it records its graphs here, which ends when rank 0 records its own.
     """
@@ -168,17 +182,20 @@ def build_follower(
         runs_ahead = can_run_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
     ops = load_ops(facts.device)
-    verifier = build_verifier(
-        config, facts, ops, shard=shard, collectives=collectives, round_ops=round_ops
-    )
-    if round_ops is None:
-        return verifier, None
     draft = facts.draft_config() if config.mode != "plain" else None
+    is_shared = facts.draft_ranks > 1
+    taps = draft.target_layer_ids if draft and is_shared else ()
+    verifier = build_verifier(
+        config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
+    )
+    drafter = load_drafter(config, facts, ops, verifier.model) if is_shared else None
+    if round_ops is None:
+        return Follower(verifier=verifier, drafter=drafter, rounds=None)
     speculation = _speculation(config, draft.block_size - 1 if draft else None)
     scheduler = _scheduler(config, facts, speculation, runs_ahead=True)
     sizes = RoundSizes.of(scheduler, speculation)
-    rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device)
-    return verifier, rounds
+    rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device, drafter)
+    return Follower(verifier=verifier, drafter=drafter, rounds=rounds)
 
 
 def assemble(
@@ -200,7 +217,7 @@ def assemble(
     decoder = None
     if round_ops is not None:
         assert isinstance(verifiers, LocalGroup | RankGroup)
-        assert isinstance(drafter, DFlashDrafter | SyntheticDrafter | None)
+        assert isinstance(drafter, DFlashDrafter | SyntheticDrafter | SharedDrafter | None)
         sizes = RoundSizes.of(scheduler, speculation)
         parts = RoundParts(
             drafter=drafter,
@@ -246,26 +263,6 @@ def _scheduler(
         speculation=speculation,
         runs_ahead=runs_ahead,
     )
-
-
-def _load_drafter(
-    config: EngineConfig, facts: EngineFacts, ops: Ops, target: TargetModel | Path
-) -> Drafter | None:
-    if facts.drafter is None:
-        return None
-    drafter = DFlashDrafter.load(
-        facts.drafter,
-        target,
-        ops=ops,
-        candidates=config.candidates if config.mode == "tree" else 1,
-        page_size=config.page_size,
-        num_pages=facts.num_pages + SPARE_PAGES,
-        dtype=facts.dtype,
-        device=facts.device,
-        weights=config.draft_weights,
-        load_format=config.load_format,
-    )
-    return SyntheticDrafter(drafter, facts.acceptance) if facts.acceptance else drafter
 
 
 def make_request(

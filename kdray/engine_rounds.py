@@ -21,6 +21,7 @@ from kdray.facts import EngineFacts
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps
+from kdray.model.drafter import DeviceDrafter
 from kdray.model.parallel import Collectives
 from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.verifier import Verifier
@@ -107,11 +108,18 @@ def follower_rounds(
     ops: RoundOps,
     sizes: RoundSizes,
     device: torch.device,
+    drafter: DeviceDrafter | None,
 ) -> FollowerRounds:
     """Any other rank's; on a GPU captured, which ends when rank 0 has captured its own."""
     tables = sizes.page_tables(device)
     rounds = FollowerRounds(
-        verifier, collectives, tables, ops, buckets=sizes.buckets, depth=sizes.depth
+        verifier,
+        collectives,
+        tables,
+        ops,
+        buckets=sizes.buckets,
+        depth=sizes.depth,
+        drafter=drafter,
     )
     if device.type == "cuda":
         with on_device(device):

@@ -16,6 +16,7 @@ from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
+from kdray.model.draft_int4 import check_groups
 from kdray.model.manifest import check_shard
 from kdray.model.parallel import Shard
 from kdray.verifier.kv_cache import KVCache
@@ -31,6 +32,7 @@ class EngineFacts:
     num_pages       KV pages of every rank
     pages_by_room   num_pages is only the most of use: the ranks have still to find how many of them
                     their GPUs have room for (kdray.kv_room)
+    draft_ranks     ranks that share the drafter: tp, or 1
     acceptance      what drafts are assumed to hit; None: it is found out
     """
 
@@ -45,11 +47,19 @@ class EngineFacts:
     max_model_len: int
     num_pages: int
     pages_by_room: bool = False
+    draft_ranks: int = 1
     acceptance: AcceptanceProfile | None = None
 
     def draft_config(self) -> DFlashConfig | None:
         """As the drafter's folder says it; None: there is no drafter."""
         return DFlashConfig.from_folder(self.drafter) if self.drafter else None
+
+    def own_draft_config(self, rank: int) -> DFlashConfig | None:
+        """The part of it that a rank has; None: it has none."""
+        draft = self.draft_config()
+        if draft is None or rank >= self.draft_ranks:
+            return None
+        return draft.of_rank(self.draft_ranks)
 
 
 def resolve(config: EngineConfig) -> EngineFacts:
@@ -65,8 +75,10 @@ def resolve(config: EngineConfig) -> EngineFacts:
     dtype = _dtype(config, device)
     kv_row = row_format(config, model, dtype)
     longest = max_model_len(config, model)
+    sharing = draft_ranks(config, draft)
+    own = draft.of_rank(sharing) if draft else None
     size = page_bytes(
-        model, draft, page_size=config.page_size, row=kv_row, dtype=dtype, device=device
+        model, own, page_size=config.page_size, row=kv_row, dtype=dtype, device=device
     )
     pages = page_wish(config, longest, size, on_gpu=device.type == "cuda")
     return EngineFacts(
@@ -81,6 +93,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
         max_model_len=longest,
         num_pages=pages.count,
         pages_by_room=pages.by_room,
+        draft_ranks=sharing,
         acceptance=_acceptance(config, draft),
     )
 
@@ -100,6 +113,21 @@ def page_bytes(
         num_layers=model.num_hidden_layers, page_size=page_size, row=row, device=device
     )
     return target + (page_size * draft.kv_bytes(dtype) if draft else 0)
+
+
+def draft_ranks(config: EngineConfig, draft: DFlashConfig | None) -> int:
+    """How many ranks share the drafter: all where they can, unless the wish is another."""
+    if draft is None or config.draft_tp == 1:
+        return 1
+    try:
+        draft.check_split(config.tp)
+        if config.draft_weights != "auto":
+            check_groups(draft.of_rank(config.tp))
+    except ConfigError:
+        if config.draft_tp is not None:
+            raise
+        return 1
+    return config.tp
 
 
 def _acceptance(config: EngineConfig, draft: DFlashConfig | None) -> AcceptanceProfile | None:

@@ -11,7 +11,7 @@ from kdray.model.weights import experts_stay_packed
 
 
 def kernel_sizes(config: EngineConfig, facts: EngineFacts, shard: Shard) -> Sizes:
-    """Of one rank; the drafter's are rank 0's."""
+    """Of one rank, with its part of the drafter."""
     model = facts.model
     has_experts = model.is_moe(model.num_hidden_layers - 1)
     inner = model.moe_intermediate_size if has_experts else model.intermediate_size
@@ -31,12 +31,12 @@ def kernel_sizes(config: EngineConfig, facts: EngineFacts, shard: Shard) -> Size
         dtype=facts.dtype,
         kv_row=facts.kv_row,
         page_size=config.page_size,
-        draft=_draft_sizes(facts) if shard.rank == 0 else None,
+        draft=_draft_sizes(facts, shard.rank),
     )
 
 
-def _draft_sizes(facts: EngineFacts) -> DraftSizes | None:
-    draft = facts.draft_config()
+def _draft_sizes(facts: EngineFacts, rank: int) -> DraftSizes | None:
+    draft = facts.own_draft_config(rank)
     if draft is None:
         return None
     return DraftSizes(

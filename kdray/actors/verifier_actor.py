@@ -48,13 +48,18 @@ class VerifierActor:
             timeout_s=config.step_timeout_s,
         )
         collectives.prove()
-        verifier, rounds = build_follower(
-            config, facts, shard=Shard(rank, config.tp), collectives=collectives
-        )
+        own = build_follower(config, facts, shard=Shard(rank, config.tp), collectives=collectives)
         beat = Heartbeat(rendezvous.heartbeat(rank)).beat
         receiver = ZmqReceiver(rendezvous.endpoint(rank), idle=beat)
         self._worker = RankWorker(
-            verifier, receiver, collectives, facts.device, Recorder(rank), beat, rounds
+            own.verifier,
+            receiver,
+            collectives,
+            facts.device,
+            Recorder(rank),
+            beat,
+            rounds=own.rounds,
+            drafter=own.drafter,
         )
 
     @ray.method(concurrency_group=CONTROL)

@@ -10,6 +10,7 @@ plus its depth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +77,13 @@ class StepPlan:
     def prompts(self) -> bool:
         """Whether any request runs some of its prompt, or of what it had before a preemption."""
         return any(len(r.known) > 1 or not r.samples for r in self.requests)
+
+    def row_start(self, num_nodes: Sequence[int]) -> list[int]:
+        """R + 1 offsets: known rows, then draft rows, request after request."""
+        starts = [0]
+        for request, nodes in zip(self.requests, num_nodes, strict=True):
+            starts.append(starts[-1] + len(request.known) + nodes - 1)
+        return starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

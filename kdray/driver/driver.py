@@ -201,7 +201,7 @@ class Driver:
         self, plan: StepPlan, trees: DraftTrees, paths: AcceptedPaths, verified: Verified
     ) -> None:
         if self._drafter is not None:
-            row_start = _row_start(plan, trees.num_nodes.tolist())
+            row_start = plan.row_start(trees.num_nodes.tolist())
             self._drafter.extend(plan, paths, verified.features, row_start)
 
     def _count(self, plan: StepPlan, outputs: Sequence[RequestOutput]) -> None:
@@ -238,14 +238,6 @@ class Driver:
 def _no_candidates(num_requests: int, device: torch.device) -> Candidates:
     empty = torch.zeros(num_requests, 0, 0, dtype=torch.int32, device=device)
     return Candidates(token=empty, score=empty)
-
-
-def _row_start(plan: StepPlan, num_nodes: Sequence[int]) -> list[int]:
-    """R + 1 offsets: known rows, then draft rows, request after request."""
-    starts = [0]
-    for request, nodes in zip(plan.requests, num_nodes, strict=True):
-        starts.append(starts[-1] + len(request.known) + nodes - 1)
-    return starts
 
 
 def _result(

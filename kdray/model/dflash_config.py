@@ -6,13 +6,13 @@ Format: a Qwen3-shaped config with a `dflash_config` part, as z-lab publishes th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdray.errors import CheckpointError
+from kdray.errors import CheckpointError, ConfigError
 from kdray.model.config import Yarn
 from kdray.model.json_fields import JsonFields, read_json
 
@@ -47,7 +47,10 @@ class DraftVisibility:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig:
-    """block_size = the root and the masked slots behind it, so depth L = block_size - 1."""
+    """block_size = the root and the masked slots behind it, so depth L = block_size - 1.
+
+    ranks   that share heads and MLPs: num_heads, num_kv_heads and intermediate_size are one rank's
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -63,13 +66,39 @@ class DFlashConfig:
     layers: tuple[DraftVisibility, ...]
     rope_theta: float
     yarn: Yarn | None
+    ranks: int = 1
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> DFlashConfig:
         return read_config(Path(folder) / "config.json")
 
+    @property
+    def feature_size(self) -> int:
+        """F: numbers that the target's layers leave of a token."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def check_split(self, ranks: int) -> None:
+        """Raise ConfigError unless so many ranks can share its work evenly."""
+        sizes = (self.num_heads, self.num_kv_heads, self.intermediate_size, self.feature_size)
+        if any(size % ranks for size in sizes):
+            raise ConfigError(
+                f"{ranks} ranks cannot share the drafter evenly, of {self.num_heads} heads, "
+                f"{self.num_kv_heads} key heads, an intermediate size of {self.intermediate_size} "
+                f"and {self.feature_size} features a token; use draft_tp 1"
+            )
+
+    def of_rank(self, ranks: int) -> DFlashConfig:
+        """The part of each of `ranks` ranks that share it."""
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+            ranks=ranks,
+        )
+
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Of a token's keys and values in all layers."""
+        """Of a token's keys and values in all layers, on one rank."""
         return len(self.layers) * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 

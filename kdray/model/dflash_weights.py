@@ -27,6 +27,7 @@ from kdray.model.draft_int4 import (
 )
 from kdray.model.dummy_weights import Described
 from kdray.model.layers import RmsNorm, laid_out
+from kdray.model.parallel import Shard
 from kdray.model.weight_source import weight_source
 
 # Names of the native export that differ from z-lab's.
@@ -43,24 +44,33 @@ def load_weights(
     device: torch.device,
     form: MlpForm = "whole",
     load_format: LoadFormat = "auto",
+    shard: Shard = Shard(),  # noqa: B008 (frozen)
 ) -> DraftWeights:
-    """Every tensor of the folder in `dtype`, q, k and v and the two halves of the MLP joined.
+    """A rank's part of the folder in `dtype`, q, k and v and the two halves of the MLP joined.
 
-    form: of the MLPs. Raises ConfigError where INT4 cannot hold their sizes.
+    config: the whole drafter's; form: of the MLPs. Raises ConfigError where INT4 cannot hold their
+    sizes.
     """
     if form != "whole":
-        check_groups(config)
+        check_groups(config.of_rank(shard.size))
     source = weight_source(load_format)
     shapes = dict(weight_shapes(config))
     opened = source.open(folder, (Described(name, "BF16", shapes[name]) for name in shapes))
     with closing(source.place(opened, device)) as checkpoint:
-        reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps)
+        reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps, shard)
         reader.check(shapes)
+<<<<<<< HEAD
         read_mlp = _mlp_reader(reader, config, form)
         weights = DraftWeights(
             fc=reader.matrix("fc.weight"),
+=======
+        own = config.of_rank(shard.size)
+        read_mlp = _mlp_reader(reader, own, form)
+        return DraftWeights(
+            fc=reader.laid_out(reader.inputs("fc.weight")),
+>>>>>>> 19a9f39 (Share the drafter among the ranks: heads, MLPs, features and vocabulary of a part each)
             hidden_norm=reader.norm("hidden_norm.weight"),
-            layers=tuple(_layer(reader, i, config, read_mlp) for i in range(len(config.layers))),
+            layers=tuple(_layer(reader, i, own, read_mlp) for i in range(len(config.layers))),
             norm=reader.norm("norm.weight"),
         )
     if device.type == "cuda":
@@ -74,6 +84,7 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     eps: float
+    shard: Shard
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Every wanted tensor is there with its shape, and no tensor is left unread."""
@@ -90,18 +101,24 @@ class _Reader:
         return RmsNorm.of(self.vector(name), self.eps)
 
     def vector(self, name: str) -> Tensor:
-        return self.stored(name).to(self.device, self.dtype)
-
-    def matrix(self, *names: str) -> Tensor:
-        """Weights [in, out] side by side: the transpose of how they are stored."""
-        return self.laid_out(torch.cat([self.stored(name) for name in names]))
+        return self.checkpoint.tensor(self._stored_name(name)).to(self.device, self.dtype)
 
     def laid_out(self, weight: Tensor) -> Tensor:
+        """[out, in] as it is stored -> [in, out]."""
         return laid_out(weight.to(self.device, self.dtype))
 
-    def stored(self, name: str, rows: slice | None = None) -> Tensor:
-        """[out, in], or some outputs of it, in the dtype of the file."""
-        return self.checkpoint.tensor(self._stored_name(name), rows)
+    def outputs(self, name: str, part: slice | None = None) -> Tensor:
+        """This rank's outputs of a matrix, or a part of them: [out / ranks, in] as in the file."""
+        name = self._stored_name(name)
+        total = self.checkpoint.tensors[name].shape[0]
+        return self.checkpoint.tensor(name, _within(self.shard.slice_of(total), part))
+
+    def inputs(self, name: str) -> Tensor:
+        """Of a matrix what this rank's inputs meet: [out, in / ranks]."""
+        name = self._stored_name(name)
+        total = self.checkpoint.tensors[name].shape[1]
+        own = self.shard.slice_of(total) if self.shard.size > 1 else None
+        return self.checkpoint.tensor(name, None, own)
 
     def _stored_name(self, name: str) -> str:
         spellings = [name, f"model.{name}"]
@@ -116,6 +133,11 @@ class _Reader:
         )
 
 
+def _within(own: slice, part: slice | None) -> slice:
+    """A part of a part, by where it lies in the whole."""
+    return own if part is None else slice(own.start + part.start, own.start + part.stop)
+
+
 ReadMLP = Callable[[str], DraftMLP]
 
 
@@ -126,10 +148,12 @@ def _layer(reader: _Reader, index: int, config: DFlashConfig, read_mlp: ReadMLP)
     query_norms, key_norms = [q_norm] * config.num_heads, [k_norm] * config.num_kv_heads
     return DraftLayer(
         input_norm=reader.norm(f"{prefix}input_layernorm.weight"),
-        qkv=reader.matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
+        qkv=reader.laid_out(
+            torch.cat([reader.outputs(f"{attention}{x}_proj.weight") for x in "qkv"])
+        ),
         head_norm=RmsNorm.of(torch.stack(query_norms + key_norms), reader.eps),
         key_norm=RmsNorm.of(torch.stack(key_norms), reader.eps),
-        out=reader.matrix(f"{attention}o_proj.weight"),
+        out=reader.laid_out(reader.inputs(f"{attention}o_proj.weight")),
         post_norm=reader.norm(f"{prefix}post_attention_layernorm.weight"),
         mlp=read_mlp(f"{prefix}mlp."),
     )
@@ -144,9 +168,10 @@ def _mlp_reader(reader: _Reader, config: DFlashConfig, form: MlpForm) -> ReadMLP
     change = rounded if form == "rounded" else _as_it_is
 
     def read(prefix: str) -> DraftMLP:
-        gate, up, down = (
-            change(reader.stored(f"{prefix}{name}_proj.weight")) for name in ("gate", "up", "down")
+        gate, up = (
+            change(reader.outputs(f"{prefix}{name}_proj.weight")) for name in ("gate", "up")
         )
+        down = change(reader.inputs(f"{prefix}down_proj.weight"))
         return WholeDraftMLP(reader.laid_out(torch.cat([gate, up])), reader.laid_out(down))
 
     return read
@@ -158,10 +183,10 @@ def _packed_mlp(
     """Part by part, which bounds what lies about while they are rounded and packed."""
     width, inner = config.hidden_size, config.intermediate_size
     experts = PackedExperts.empty(inner // part, width, part, reader.device)
-    down = reader.stored(f"{prefix}down_proj.weight")
+    down = reader.inputs(f"{prefix}down_proj.weight")
     for number in range(experts.num_experts):
         own = slice(number * part, (number + 1) * part)
-        gate, up = (reader.stored(f"{prefix}{name}_proj.weight", own) for name in ("gate", "up"))
+        gate, up = (reader.outputs(f"{prefix}{name}_proj.weight", own) for name in ("gate", "up"))
         experts.put(number, int4_of(gate), int4_of(up), int4_of(down[:, own]))
     return PackedDraftMLP(experts, every)
 
@@ -171,9 +196,10 @@ def _as_it_is(weight: Tensor) -> Tensor:
 
 
 def weight_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the whole drafter, or a rank's part of it."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * dim, config.num_kv_heads * dim
-    yield "fc.weight", (width, len(config.target_layer_ids) * width)
+    yield "fc.weight", (width, config.feature_size // config.ranks)
     yield "hidden_norm.weight", (width,)
     yield "norm.weight", (width,)
     for index in range(len(config.layers)):

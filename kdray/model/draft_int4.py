@@ -83,13 +83,17 @@ class PackedDraftMLP(NamedTuple):
     parts: PackedExperts
     every: EveryPart
 
-    def added(self, ops: Ops, x: Tensor, normed: Tensor) -> Tensor:
-        """As DraftMLP. A part's output is rounded once, their sum with x, in fp32, once more."""
-        pieces = zip(normed.flatten(0, -2).split(ROWS), x.flatten(0, -2).split(ROWS), strict=True)
+    def partial(self, ops: Ops, normed: Tensor) -> Tensor:
+        """As DraftMLP. A part's output is rounded once, their sum, in fp32, once more."""
+        nothing = torch.zeros_like(normed[:ROWS])  # the kernel adds its experts to something
         outputs = [
             ops.moe_w4a16(
-                rows, self.every.expert[: len(rows)], self.every.weight[: len(rows)], self.parts, to
+                rows,
+                self.every.expert[: len(rows)],
+                self.every.weight[: len(rows)],
+                self.parts,
+                nothing[: len(rows)],
             )
-            for rows, to in pieces
+            for rows in normed.split(ROWS)
         ]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(x.shape)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

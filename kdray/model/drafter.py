@@ -8,12 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.config import DraftWeightType, LoadFormat
-from kdray.core.plan import AcceptedPaths, Candidates, PlannedRequest, StepPlan
+from kdray.core.plan import AcceptedPaths, Candidates, StepPlan
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
 from kdray.kernels.attention_batch import DraftAttentionBatch
@@ -23,11 +21,10 @@ from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
 from kdray.model.draft_int4 import mlp_form
+from kdray.model.draft_rows import committed_rows, pages_of
+from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
-from kdray.model.target_tables import TargetTables
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
+from kdray.model.target_tables import TargetTables, Vocabulary, tables_of
 
 
 class Drafter(Protocol):
@@ -78,6 +75,8 @@ class DeviceDrafter(Protocol):
 class DFlashDrafter:
     """DFlash over pages: context K/V sits under the same page ids as the target's.
 
+    Where ranks share a drafter each has one: they make the same calls, and all get the answer.
+
     tables   the embedding and head borrowed of the target
     cache    per layer [num_pages * page_size, 2, G, D]; slots are written before they are read
     """
@@ -85,7 +84,7 @@ class DFlashDrafter:
     def __init__(
         self,
         network: DFlashNetwork,
-        tables: TargetTables,
+        tables: Vocabulary,
         *,
         ops: Ops,
         candidates: int,
@@ -101,7 +100,9 @@ class DFlashDrafter:
         self._candidates = min(candidates, config.vocab_size)
         self._page_size = page_size
         shape = (num_pages * page_size, 2, config.num_kv_heads, config.head_dim)
-        self.cache = [tables.head.new_zeros(shape) for _ in config.layers]
+        self.cache = [
+            torch.zeros(shape, dtype=tables.dtype, device=tables.device) for _ in config.layers
+        ]
 
     @classmethod
     def load(
@@ -118,7 +119,8 @@ class DFlashDrafter:
         weights: DraftWeightType = "auto",
         load_format: LoadFormat = "auto",
     ) -> DFlashDrafter:
-        """The drafter of a folder for a target: one that holds its whole tables, or its folder.
+        """The drafter of a folder for a target, whose ranks then share it, or for a target's
+        folder: then this rank drafts alone.
 
         weights, load_format: as EngineConfig's draft_weights and load_format. A loaded target's
         dtype and device take the place of `dtype` and `device`.
@@ -126,17 +128,21 @@ class DFlashDrafter:
         """
         device = torch.device(device)
         config = DFlashConfig.from_folder(folder)
+        shard, collectives = Shard(), None
+        tables: Vocabulary
         if isinstance(target, TargetModel):
             check_fits(config, target.config, folder)
-            tables = TargetTables.shared(target)
-            dtype, device = tables.head.dtype, tables.head.device
+            shard, collectives = target.shard, target.collectives
+            tables = tables_of(target)
+            dtype, device = tables.dtype, tables.device
         else:
             check_fits(config, ModelConfig.from_folder(target), folder)
             tables = TargetTables.read(target, dtype, device, load_format)
+        config.check_split(shard.size)
         form = mlp_form(weights, dtype, device)
-        read = load_weights(folder, config, dtype, device, form, load_format)
+        read = load_weights(folder, config, dtype, device, form, load_format, shard)
         return cls(
-            DFlashNetwork(config, read, ops),
+            DFlashNetwork(config.of_rank(shard.size), read, ops, shard, collectives),
             tables,
             ops=ops,
             candidates=candidates,
@@ -156,7 +162,7 @@ class DFlashDrafter:
         token, score = self._best(
             roots.to(self._device)[chosen],
             torch.from_numpy(start).to(self._device),
-            torch.from_numpy(_page_table(requests)).to(self._device),
+            torch.from_numpy(pages_of(requests)).to(self._device),
         )
         if len(drafting) == len(plan.requests):
             return Candidates(token=token, score=score)
@@ -171,8 +177,12 @@ class DFlashDrafter:
     ) -> Candidates:
         """propose for R requests whose state lives on the device; nothing waits for the host.
 
-        roots, root_position [R] int32; page_table [R, P] int32.
+        roots, root_position [R] int32; page_table [R, P] int32. Of several ranks rank 0's roots and
+        positions count; the others give any of that shape.
         """
+        if self.network.config.ranks > 1:
+            both = self.network.collectives.broadcast(torch.stack((roots, root_position)))
+            roots, root_position = both.unbind()
         token, score = self._best(roots, root_position, page_table)
         return Candidates(token=token, score=score)
 
@@ -182,9 +192,9 @@ class DFlashDrafter:
     ) -> None:
         rows, positions, slots = (
             torch.from_numpy(column).to(self._device)
-            for column in _committed_rows(plan, paths, row_start, self._page_size)
+            for column in committed_rows(plan, paths, row_start, self._page_size)
         )
-        known = features[rows].to(self._device, self.tables.head.dtype)
+        known = features[rows].to(self._device, self.tables.dtype)
         layers = self.network.context_kv(known, positions)
         for cache, kv in zip(self.cache, layers, strict=True):
             cache[slots] = kv
@@ -206,14 +216,14 @@ class DFlashDrafter:
         position = root_position.long()[:, None] + step
         page = page_table.long().gather(1, position // self._page_size)
         slots = (page * self._page_size + position % self._page_size).flatten()
-        known = rows.flatten(0, 1).to(self.tables.head.dtype)
+        known = rows.flatten(0, 1).to(self.tables.dtype)
         layers = self.network.context_kv(known, position.flatten())
         for cache, kv in zip(self.cache, layers, strict=True):
             cache.index_put_((slots,), kv)
 
     @property
     def _device(self) -> torch.device:
-        return self.tables.head.device
+        return self.tables.device
 
     def _best(
         self, roots: Tensor, root_position: Tensor, page_table: Tensor
@@ -223,11 +233,10 @@ class DFlashDrafter:
         block = roots.new_full((len(roots), config.block_size), config.mask_token_id)
         block[:, 0] = roots
         offset = torch.arange(config.block_size, device=self._device)
-        embedded = F.embedding(block, self.tables.embedding)
+        embedded = self.tables.embed(block)
         contexts = self._contexts(root_position, page_table)
         hidden = self.network.draft(embedded, root_position[:, None] + offset, contexts)
-        logits = F.linear(hidden, self.tables.head)
-        return self._ops.topk_logprob(logits, self._candidates)
+        return self.tables.best(hidden, self._candidates, self._ops)
 
     def _contexts(self, end: Tensor, page_table: Tensor) -> list[LayerContext]:
         """Each layer's context, all that lies before the roots; layers that see alike share it."""
@@ -260,37 +269,6 @@ def check_fits(config: DFlashConfig, target: ModelConfig, folder: str | Path) ->
                 f"the drafter in {folder} has {name} {own}, the target's is {wanted}: "
                 "it was made for another target"
             )
-
-
-def _page_table(requests: Sequence[PlannedRequest]) -> Int32Array:
-    """[R, P]; behind a request's pages stands page 0."""
-    table = np.zeros((len(requests), max(len(r.pages) for r in requests)), dtype=np.int32)
-    for row, request in zip(table, requests, strict=True):
-        row[: len(request.pages)] = request.pages
-    return table
-
-
-def _slots_at(request: PlannedRequest, position: Int64Array, page_size: int) -> Int64Array:
-    """Cache slots of a request's positions, by its page table."""
-    pages: Int64Array = request.pages[position // page_size].astype(np.int64)
-    return pages * page_size + position % page_size
-
-
-def _committed_rows(
-    plan: StepPlan, paths: AcceptedPaths, row_start: Sequence[int], page_size: int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Rows of the step that became text, with their positions and cache slots; [M] int64 each."""
-    node, length = paths.node.tolist(), paths.length.tolist()
-    rows, positions, slots = [], [], []
-    for r, request in enumerate(plan.requests):
-        known = len(request.known)
-        accepted = np.array(node[r][1 : length[r]], dtype=np.int64)
-        first = row_start[r] + np.arange(known, dtype=np.int64)
-        rows += [first, row_start[r] + known - 1 + accepted]
-        position = request.num_cached + np.arange(known + len(accepted), dtype=np.int64)
-        positions.append(position)
-        slots.append(_slots_at(request, position, page_size))
-    return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
 
 
 def _absent(shape: tuple[int, int, int], device: torch.device) -> Candidates:

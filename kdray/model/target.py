@@ -180,7 +180,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V] fp32 over the whole vocabulary, on every rank."""
-        return self.collectives.all_gather(self._own_logits(hidden))
+        return self.collectives.all_gather(self.own_logits(hidden))
 
     def dealt_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [S, V] fp32: the rows that this rank draws, rank * S on.
@@ -189,9 +189,9 @@ class TargetModel:
         """
         missing = -len(hidden) % self.shard.size
         padded = F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
-        return self.collectives.deal_rows(self._own_logits(padded))
+        return self.collectives.deal_rows(self.own_logits(padded))
 
-    def _own_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V / ranks] fp32: rounded to bf16, near-ties would be ties."""
         return self.ops.linear(hidden, self.head.T, dtype=torch.float32)
 

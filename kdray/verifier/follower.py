@@ -1,9 +1,9 @@
-"""Device rounds on the ranks that do not draft: rank 0's trees come in, all else is done alike.
+"""Device rounds on the ranks but 0: rank 0's trees come in, all else is done alike.
 
 The trees travel by broadcast inside the round, with how their tokens are drawn, so on GPUs that is
 part of its CUDA graph; what the host decides (who takes part, which page tables have changed) comes
 in the header before it. Every rank draws its share of the tokens, learns all of them, and finds the
-same accepted paths.
+same accepted paths. Where ranks share the drafter each does its part of that, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kdray.core.tree import WORD_BITS
 from kdray.kernels.graphs import record
 from kdray.kernels.page_tables import PageTables, upload
 from kdray.kernels.round_ops import RoundOps
+from kdray.model.drafter import DeviceDrafter
 from kdray.model.parallel import Collectives
 from kdray.verifier.verifier import Verifier
 
@@ -37,11 +38,15 @@ class FollowerRounds:
         *,
         buckets: Buckets,
         depth: int,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
-        """depth: of a tree at most; tables: of this rank, written here alone."""
+        """depth: of a tree at most; tables: of this rank, written here alone.
+
+        drafter: this rank's part of it; None where rank 0 drafts alone
+        """
         self._tables = tables
         self._rounds = {
-            size: _FollowerRound(verifier, collectives, tables, ops, size, depth)
+            size: _FollowerRound(verifier, collectives, tables, ops, size, depth, drafter)
             for size in buckets.sizes()
         }
 
@@ -68,6 +73,7 @@ class _FollowerRound:
         ops: RoundOps,
         size: BucketSize,
         depth: int,
+        drafter: DeviceDrafter | None,
     ) -> None:
         (requests, num_nodes), device = size, tables.table.device
         self._nodes, self._words = num_nodes, -(-num_nodes // WORD_BITS)
@@ -77,6 +83,7 @@ class _FollowerRound:
         self._ops = ops
         self._depth = depth
         self._verifier = verifier
+        self._drafter = drafter
         self._collectives = collectives
         self._tables = tables
         self._replay: Callable[[], None] | None = None
@@ -90,15 +97,21 @@ class _FollowerRound:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Verify rank 0's trees, accept, commit."""
-        self._collectives.broadcast(self._packed)
+        """Draft along, verify rank 0's trees, accept, commit."""
         page_table = self._tables.table.index_select(0, self._tables.own(self._slot))
+        if self._drafter is not None and self._nodes > 1:
+            unknown = torch.zeros_like(self._slot)  # rank 0's come in
+            self._drafter.propose_on_device(unknown, unknown, page_table)
+        self._collectives.broadcast(self._packed)
         trees, position, rows = unpack_round(
             self._packed, self._slot, self._nodes, self._words, page_table, self._tables.page_size
         )
         verified = self._verifier.verify_on_device(trees, position, rows)
         paths = self._ops.accept_paths(trees, verified.token, self._depth)
         self._verifier.commit_on_device(paths, rows)
+        if self._drafter is not None:
+            features, position = verified.features, rows.root_position
+            self._drafter.extend_on_device(paths, features, position, page_table)
 
 
 def pack_round(trees: DraftTrees, position: Tensor, rows: RunningRows) -> Tensor:

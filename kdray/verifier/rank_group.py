@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kdray.core.plan import (
     Verified,
 )
 from kdray.core.profile import ProfileOrder
+from kdray.model.drafter import Drafter
 from kdray.model.parallel import Collectives
 from kdray.profiling.recorder import Recorder
 from kdray.verifier.follower import FollowerRounds, pack_round
@@ -46,7 +47,7 @@ class RankGroup:
     """Rank 0's side. Holds its own verifier; tells the other ranks what to run beside it.
 
     A commit waits for the next step's header, so that a step costs one message; all ranks apply it
-    before that step writes any KV.
+    before that step writes any KV. What a shared drafter learns of the step waits with it.
     """
 
     def __init__(self, verifier: Verifier, sender: HeaderSender, collectives: Collectives) -> None:
@@ -54,6 +55,15 @@ class RankGroup:
         self._sender = sender
         self._collectives = collectives
         self._pending: AcceptedPaths | None = None
+        self._behind: Callable[[], None] = lambda: None
+
+    def order_draft(self, plan: StepPlan) -> None:
+        """The other ranks draft for the plan, as the caller is about to."""
+        self._send(StepHeader(kind=Kind.DRAFT, plan=plan))
+
+    def behind_commit(self, call: Callable[[], None]) -> None:
+        """call() once the pending commit has been applied, when the other ranks do the same."""
+        self._behind = call
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> Verified:
         header = StepHeader(
@@ -74,6 +84,8 @@ class RankGroup:
         if paths is not None:
             self._collectives.broadcast(_pack_paths(paths))
             self._verifier.commit(paths)
+            behind, self._behind = self._behind, lambda: None
+            behind()
 
     def order_round(self, order: RoundOrder) -> None:
         self._send(StepHeader(kind=Kind.ROUND, plan=None, round=order))
@@ -101,6 +113,17 @@ class RankGroup:
         self._sender.close()
 
 
+class _LastStep(NamedTuple):
+    """What a commit is of, as Drafter.extend takes it."""
+
+    plan: StepPlan
+    features: Tensor
+    row_start: Sequence[int]
+
+
+_NO_STEP = _LastStep(StepPlan(step=0, requests=()), torch.zeros(0), ())
+
+
 class RankWorker:
     """The side of every other rank: run() follows rank 0 until it says stop.
 
@@ -116,16 +139,21 @@ class RankWorker:
         recorder: Recorder,
         beat: Callable[[], None] = lambda: None,
         rounds: FollowerRounds | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """rounds: for device rounds; None where rank 0 orders none."""
+        """rounds: for device rounds; None where rank 0 orders none.
+
+        drafter: this rank's part of it; None where rank 0 drafts alone
+        """
         self._verifier = verifier
         self._rounds = rounds
+        self._drafter = drafter
         self._beat = beat
         self._recorder = recorder
         self._receiver = receiver
         self._collectives = collectives
         self._device = device
-        self._num_requests = 0
+        self._last = _NO_STEP
         self.steps = 0
 
     def run(self) -> int:
@@ -139,6 +167,9 @@ class RankWorker:
                 self._recorder.end()
                 self._recorder.join()
                 return self.steps
+            if header.kind is Kind.DRAFT:
+                self._draft(header)
+                continue
             if header.plan is not None:
                 self._step(header.plan, header)
             elif header.round is not None:
@@ -161,18 +192,30 @@ class RankWorker:
             self._rounds.run(order)
 
     def _commit(self, header: StepHeader) -> None:
-        if header.commits:
-            shape = (self._num_requests, header.commit_width + 2)
-            with self._recorder.range("commit"):
-                self._verifier.commit(_unpack_paths(self._receive(shape)))
+        if not header.commits:
+            return
+        last, self._last = self._last, _NO_STEP
+        with self._recorder.range("commit"):
+            paths = _unpack_paths(self._receive((len(last.plan.requests), header.commit_width + 2)))
+            self._verifier.commit(paths)
+            if self._drafter is not None:
+                self._drafter.extend(last.plan, paths, last.features, last.row_start)
+
+    def _draft(self, header: StepHeader) -> None:
+        assert self._drafter is not None and header.plan is not None, "rank 0 shares its drafter"
+        self._commit(header)
+        roots = [int(request.known[-1]) for request in header.plan.requests]
+        with self._recorder.range("draft"):
+            self._drafter.propose(header.plan, torch.tensor(roots, dtype=torch.int32))
 
     def _step(self, plan: StepPlan, header: StepHeader) -> None:
         self._commit(header)
-        self._num_requests = len(plan.requests)
         width = header.num_nodes * (3 + header.num_words) + 1
         with self._recorder.range("verify"):
-            packed = self._receive((self._num_requests, width))
-            self._verifier.verify(plan, _unpack_trees(packed, header))
+            trees = _unpack_trees(self._receive((len(plan.requests), width)), header)
+            verified = self._verifier.verify(plan, trees)
+        row_start = plan.row_start(trees.num_nodes.tolist()) if self._drafter else ()
+        self._last = _LastStep(plan, verified.features, row_start)
 
     def _receive(self, shape: Sequence[int]) -> Tensor:
         buffer = torch.empty(tuple(shape), dtype=torch.int32, device=self._device)

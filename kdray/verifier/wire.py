@@ -10,6 +10,8 @@ number of changed page tables, commit and width as above), then
     slots of the R rows, and per changed table: slot, pages P    int32
     those page tables                                            int32
 
+DRAFT, which has the ranks that share a drafter draft for a plan, is laid out as a STEP.
+
 PROFILE, which tells the ranks to record from the next step on, has 8 int32 as well (magic, kind, 0,
 flags, bytes of the folder's name, 0, 0, 0) and then that name in UTF-8, padded to whole words.
 
@@ -41,12 +43,13 @@ class Kind(enum.IntEnum):
     PROFILE = 3
     PROFILE_END = 4
     ROUND = 5
+    DRAFT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """One message. Only a STEP has a plan and only a ROUND an order; plans arrive without what only
-    rank 0 needs.
+    """One message. Only STEP and DRAFT have a plan and only a ROUND an order; plans arrive without
+    what only rank 0 needs.
     """
 
     kind: Kind
@@ -102,7 +105,7 @@ def decode(message: bytes) -> StepHeader:
         return _decode_profile(words)
     if Kind(kind) is Kind.ROUND:
         return _decode_round(words)
-    if Kind(kind) is not Kind.STEP:
+    if Kind(kind) not in (Kind.STEP, Kind.DRAFT):
         return StepHeader(kind=Kind(kind), plan=None)
     table = words[_HEAD : _HEAD + count * _PER_REQUEST].reshape(count, _PER_REQUEST)
     body = words[_HEAD + count * _PER_REQUEST :]
@@ -115,7 +118,7 @@ def decode(message: bytes) -> StepHeader:
         for r, (row, end) in enumerate(zip(table, pages_end, strict=True))
     )
     return StepHeader(
-        kind=Kind.STEP,
+        kind=Kind(kind),
         plan=StepPlan(step=step, requests=requests),
         num_nodes=num_nodes,
         num_words=num_words,

@@ -41,20 +41,27 @@ def on_one_rank(config: EngineConfig, visits: list[Visit]) -> list[Reply]:
     return run_visits(engine.driver, engine.facts, visits)
 
 
-def on_ranks(config: EngineConfig, visits: list[Visit], tp: int) -> tuple[list[Reply], set[int]]:
+def on_ranks(config: EngineConfig, visits: list[Visit]) -> tuple[list[Reply], set[int]]:
     """The replies, and how many steps each of the other ranks did."""
+    tp = config.tp
     meeting, channel = Meeting(tp), QueueChannel(tp)
     collectives = [ThreadCollectives(meeting, rank) for rank in range(tp)]
     facts = resolve(config)
 
     def follow(rank: int) -> int:
         threading.current_thread().name = f"rank-{rank}"
-        verifier, rounds = build_follower(
+        own = build_follower(
             config, facts, shard=Shard(rank, tp), collectives=collectives[rank], runs_ahead=True
         )
         receiver, cpu = channel.receiver(rank), torch.device("cpu")
         worker = RankWorker(
-            verifier, receiver, collectives[rank], cpu, Recorder(rank), rounds=rounds
+            own.verifier,
+            receiver,
+            collectives[rank],
+            cpu,
+            Recorder(rank),
+            rounds=own.rounds,
+            drafter=own.drafter,
         )
         return worker.run()
 
@@ -79,6 +86,8 @@ def on_ranks(config: EngineConfig, visits: list[Visit], tp: int) -> tuple[list[R
     "wishes",
     [
         {"budget": 16},
+        {"budget": 16, "draft_tp": 1},
+        {"budget": 16, "draft_weights": "int4"},
         {"mode": "chain", "budget": 7, "page_size": 1},
         {"mode": "plain"},
         {"budget": 8, "prefill_chunk": 7, "num_pages": 60},
@@ -88,18 +97,19 @@ def on_ranks(config: EngineConfig, visits: list[Visit], tp: int) -> tuple[list[R
 )
 def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, object]) -> None:
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
-    config = config_of(**wishes)
-    replies, strays = on_ranks(config, visits, tp=max(config.tp, 2))
+    config = config_of(**{"tp": 2, **wishes})
+    replies, strays = on_ranks(config, visits)
     assert replies == on_one_rank(config_of(mode="plain"), visits)
     assert not strays
 
 
 def test_ranks_that_assume_their_acceptance_assume_the_same() -> None:
     rates = SyntheticAcceptance(hits=(0.8, 0.6))
-    config = config_of(budget=12, synthetic_acceptance=rates)
+    config = config_of(budget=12, synthetic_acceptance=rates, tp=2)
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
-    alone = build_engine(config, resolve(config))
-    replies, strays = on_ranks(config, visits, tp=2)
+    alone_config = replace(config, tp=1)
+    alone = build_engine(alone_config, resolve(alone_config))
+    replies, strays = on_ranks(config, visits)
     assert replies == run_visits(alone.driver, alone.facts, visits)
     assert not strays
 
