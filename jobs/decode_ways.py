@@ -167,14 +167,21 @@ def _be_rank(
     collectives.prove()
     endpoints = [f"ipc://{folder / f'rank-{other}'}" for other in range(1, config.tp)]
     if rank > 0:
-        verifier, rounds = build_follower(
+        own = build_follower(
             config, facts, shard=shard, collectives=collectives, runs_ahead=runs_ahead(config)
         )
         receiver = ZmqReceiver(endpoints[rank - 1])
         RankWorker(
-            verifier, receiver, collectives, facts.device, Recorder(rank), rounds=rounds
+            own.verifier,
+            receiver,
+            collectives,
+            facts.device,
+            Recorder(rank),
+            rounds=own.rounds,
+            drafter=own.drafter,
         ).run()
-        del rounds  # with its graphs, or closing waits for ever
+        verifier = own.verifier
+        del own  # with its graphs, or closing waits for ever
     else:
         sender = ZmqSender(endpoints, timeout_s=WAIT_S)
         kept: list[Verifier] = []

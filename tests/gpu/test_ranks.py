@@ -48,13 +48,20 @@ def be_rank(
     )
     collectives.prove()
     if rank == 1:
-        verifier, rounds = build_follower(config, facts, shard=shard, collectives=collectives)
-        assert (rounds is not None) == config.graphs
+        own = build_follower(config, facts, shard=shard, collectives=collectives)
+        assert (own.rounds is not None) == config.graphs
+        assert (own.drafter is not None) == (config.draft_tp != 1 and config.mode != "plain")
         worker = RankWorker(
-            verifier, ZmqReceiver(endpoint), collectives, facts.device, Recorder(1), rounds=rounds
+            own.verifier,
+            ZmqReceiver(endpoint),
+            collectives,
+            facts.device,
+            Recorder(1),
+            rounds=own.rounds,
+            drafter=own.drafter,
         )
         worker.run()
-        del worker, verifier, rounds  # with their graphs, or closing waits for ever
+        del worker, own  # with their graphs, or closing waits for ever
     else:
         sender = ZmqSender([endpoint], timeout_s=WAIT_S)
         engine = build_engine(

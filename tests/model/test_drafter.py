@@ -11,9 +11,8 @@ import torch
 
 from kdray.core.plan import AcceptedPaths, StepPlan
 from kdray.core.tree import ABSENT, FRACTION_BITS
-from kdray.errors import CheckpointError, ConfigError
+from kdray.errors import CheckpointError
 from kdray.model.drafter import DFlashDrafter
-from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
 from tests.model.draft_rounds import Rounds, WatchedOps, load, tables_of
 from tests.model.plain_dflash import draft_logits
@@ -210,18 +209,6 @@ def test_tables_are_shared_with_a_whole_target_and_read_for_a_split_one(
     assert shared.tables.embedding is target.embedding
     assert torch.equal(read.tables.head, target.head)
     assert torch.equal(read.tables.embedding, target.embedding)
-
-
-def test_a_part_of_a_target_is_refused(tmp_path: Path, target_folder: Path) -> None:
-    ops = WatchedOps()
-    half = TargetModel.load(target_folder, ops=ops, shard=Shard(0, 2))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="split over 2 ranks"):
-        DFlashDrafter.load(
-            write_drafter(tmp_path, FITTING),
-            half,
-            ops=ops,  # type: ignore[arg-type]
-            **SIZES,
-        )
 
 
 @pytest.mark.parametrize(

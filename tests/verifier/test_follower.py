@@ -14,6 +14,7 @@ import torch
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig, SyntheticAcceptance
 from kdray.core.plan import DraftTrees, RoundOrder, RunningRows
+from kdray.driver.driver import Driver
 from kdray.engine import build_engine, build_follower, resolve
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
@@ -41,8 +42,10 @@ def on_one_rank(config: EngineConfig, visits: list[Visit]) -> list[Reply]:
     return run_visits(engine.driver, engine.facts, visits)
 
 
-def on_ranks(config: EngineConfig, visits: list[Visit]) -> tuple[list[Reply], set[int]]:
-    """The replies, and how many steps each of the other ranks did."""
+def on_ranks(
+    config: EngineConfig, visits: list[Visit], *, runs_ahead: bool = True
+) -> tuple[list[Reply], Driver]:
+    """The replies, and rank 0's driver; the others have done as many steps."""
     tp = config.tp
     meeting, channel = Meeting(tp), QueueChannel(tp)
     collectives = [ThreadCollectives(meeting, rank) for rank in range(tp)]
@@ -51,7 +54,11 @@ def on_ranks(config: EngineConfig, visits: list[Visit]) -> tuple[list[Reply], se
     def follow(rank: int) -> int:
         threading.current_thread().name = f"rank-{rank}"
         own = build_follower(
-            config, facts, shard=Shard(rank, tp), collectives=collectives[rank], runs_ahead=True
+            config,
+            facts,
+            shard=Shard(rank, tp),
+            collectives=collectives[rank],
+            runs_ahead=runs_ahead,
         )
         receiver, cpu = channel.receiver(rank), torch.device("cpu")
         worker = RankWorker(
@@ -73,13 +80,14 @@ def on_ranks(config: EngineConfig, visits: list[Visit]) -> tuple[list[Reply], se
             shard=Shard(0, tp),
             collectives=collectives[0],
             make_group=lambda verifier: RankGroup(verifier, channel, collectives[0]),
-            runs_ahead=True,
+            runs_ahead=runs_ahead,
         )
         replies = run_visits(engine.driver, engine.facts, visits)
         engine.driver.close()
-        assert engine.driver.clock.seconds["launch"] > 0
+        assert (engine.driver.clock.seconds["launch"] > 0) == runs_ahead
         assert engine.driver.scheduler.pages.num_used == 0
-        return replies, {other.result() for other in others} - {engine.driver.counters.steps}
+        assert {other.result() for other in others} == {engine.driver.counters.steps}
+        return replies, engine.driver
 
 
 @pytest.mark.parametrize(
@@ -98,9 +106,24 @@ def on_ranks(config: EngineConfig, visits: list[Visit]) -> tuple[list[Reply], se
 def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, object]) -> None:
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
     config = config_of(**{"tp": 2, **wishes})
-    replies, strays = on_ranks(config, visits)
+    replies, _ = on_ranks(config, visits)
     assert replies == on_one_rank(config_of(mode="plain"), visits)
-    assert not strays
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("mode", ["tree", "chain"])
+def test_ranks_that_share_the_drafter_draft_as_one_that_drafts_alone(
+    mode: str, runs_ahead: bool
+) -> None:
+    """The same trees in the same steps, whoever made them: accept lengths tell."""
+    visits = [replace(visit, patience=None) for visit in visits_of(8)]
+    config = config_of(tp=2, mode=mode, budget=7, prefill_chunk=48)
+    assert resolve(config).draft_ranks == 2
+    shared, together = on_ranks(config, visits, runs_ahead=runs_ahead)
+    alone, one = on_ranks(replace(config, draft_tp=1), visits, runs_ahead=runs_ahead)
+    assert shared == alone
+    assert together.counters == one.counters
+    assert max(together.counters.accept_lengths) > 4
 
 
 def test_ranks_that_assume_their_acceptance_assume_the_same() -> None:
@@ -109,9 +132,8 @@ def test_ranks_that_assume_their_acceptance_assume_the_same() -> None:
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
     alone_config = replace(config, tp=1)
     alone = build_engine(alone_config, resolve(alone_config))
-    replies, strays = on_ranks(config, visits)
+    replies, _ = on_ranks(config, visits)
     assert replies == run_visits(alone.driver, alone.facts, visits)
-    assert not strays
 
 
 @pytest.mark.parametrize("requests", [1, 3])

@@ -30,19 +30,25 @@ def planned(draw: st.DrawFn) -> PlannedRequest:
     )
 
 
-@given(st.lists(planned(), max_size=4), ids, st.integers(1, 1025), st.integers(0, 16))
+@given(
+    st.sampled_from([Kind.STEP, Kind.DRAFT]),
+    st.lists(planned(), max_size=4),
+    ids,
+    st.integers(0, 1025),
+    st.integers(0, 16),
+)
 def test_a_header_survives_the_wire(
-    requests: list[PlannedRequest], step: int, num_nodes: int, commit_width: int
+    kind: Kind, requests: list[PlannedRequest], step: int, num_nodes: int, commit_width: int
 ) -> None:
     header = StepHeader(
-        kind=Kind.STEP,
+        kind=kind,
         plan=StepPlan(step=step, requests=tuple(requests)),
         num_nodes=num_nodes,
         num_words=-(-num_nodes // 32),
         commit_width=commit_width,
     )
     back = decode(encode(header))
-    assert back.plan is not None and back.plan.step == step
+    assert back.kind is kind and back.plan is not None and back.plan.step == step
     assert (back.num_nodes, back.num_words) == (header.num_nodes, header.num_words)
     assert back.commit_width == commit_width and back.commits == (commit_width > 0)
     assert len(back.plan.requests) == len(requests)
