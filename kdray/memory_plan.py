@@ -15,7 +15,7 @@ import torch
 from kdray.cards import Card, card_found
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError
-from kdray.facts import EngineFacts, page_bytes
+from kdray.facts import EngineFacts, draft_ranks, page_bytes
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
@@ -48,7 +48,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One rank's. Bytes of a page count the target's and, on rank 0, the drafter's KV; numbers of
+    """One rank's. Bytes of a page count the target's and its part of the drafter's KV; numbers of
     pages are of those that requests get.
 
     num_pages   that the engine means to take; None: not said
@@ -157,7 +157,7 @@ class Planned:
 
     def plan(self, rank: int, card: Card) -> MemoryPlan:
         """Of one rank on its card."""
-        drafter = self.drafter if rank == 0 else None
+        drafter = self._own_drafter(rank)
         return MemoryPlan(
             rank=rank,
             ranks=self.config.tp,
@@ -174,12 +174,18 @@ class Planned:
 
     def page_bytes(self, rank: int) -> int:
         """Of a page of that rank."""
-        return self._page_bytes(self.drafter if rank == 0 else None, self.kv_row)
+        return self._page_bytes(self._own_drafter(rank), self.kv_row)
 
     def plans(self, card: Card) -> list[MemoryPlan]:
-        """Of the ranks that differ: the first, and any other where the first drafts."""
-        kinds = 2 if self.drafter is not None and self.config.tp > 1 else 1
+        """Of the ranks that differ: the first, and any other where the first drafts alone."""
+        drafts_alone = self.drafter is not None and draft_ranks(self.config, self.drafter) == 1
+        kinds = 2 if drafts_alone and self.config.tp > 1 else 1
         return [self.plan(rank, card) for rank in range(kinds)]
+
+    def _own_drafter(self, rank: int) -> DFlashConfig | None:
+        """The rank's part of it."""
+        sharing = draft_ranks(self.config, self.drafter)
+        return self.drafter.of_rank(sharing) if self.drafter and rank < sharing else None
 
     def _weights(self, drafter: DFlashConfig | None) -> list[Item]:
         ranks = self.config.tp
@@ -197,7 +203,7 @@ class Planned:
         ]
         if drafter is not None:
             items += self._drafter(drafter)
-            if ranks > 1:
+            if drafter.ranks < ranks:
                 tables = table_bytes(self.model, self.dtype)
                 items.append(Item("target's embedding and head, whole, for the drafter", tables))
         return items

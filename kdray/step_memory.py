@@ -61,8 +61,10 @@ class StepMemory:
     def _draft_logits(self) -> int:
         if self.drafter is None:
             return 0
-        blocks = self.config.max_requests * self.drafter.block_size
-        return 2 * blocks * self.model.vocab_size * self.dtype.itemsize
+        rows = self.config.max_requests * self.drafter.block_size
+        if self.drafter.ranks == 1:
+            return 2 * rows * self.model.vocab_size * self.dtype.itemsize
+        return 2 * rows * self.model.vocab_size // self.drafter.ranks * 4
 
     def _drawn_bytes(self, rows: int) -> int:
         return LOGITS_COPIES * rows * self.model.vocab_size * 4

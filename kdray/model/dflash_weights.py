@@ -59,16 +59,10 @@ def load_weights(
     with closing(source.place(opened, device)) as checkpoint:
         reader = _Reader(checkpoint, dtype, device, config.rms_norm_eps, shard)
         reader.check(shapes)
-<<<<<<< HEAD
-        read_mlp = _mlp_reader(reader, config, form)
-        weights = DraftWeights(
-            fc=reader.matrix("fc.weight"),
-=======
         own = config.of_rank(shard.size)
         read_mlp = _mlp_reader(reader, own, form)
-        return DraftWeights(
+        weights = DraftWeights(
             fc=reader.laid_out(reader.inputs("fc.weight")),
->>>>>>> 19a9f39 (Share the drafter among the ranks: heads, MLPs, features and vocabulary of a part each)
             hidden_norm=reader.norm("hidden_norm.weight"),
             layers=tuple(_layer(reader, i, own, read_mlp) for i in range(len(config.layers))),
             norm=reader.norm("norm.weight"),
