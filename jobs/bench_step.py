@@ -6,10 +6,11 @@
     python jobs/bench_step.py --tp 2 --ranks 2 --layers 12 --tokens 1 8 64
     python jobs/bench_step.py --device cpu --tiny --layers 2
 
-Rank 0's real shard of TP-8 (61 layers, full widths) and the whole drafter, dummy weights made on
-the GPU (--load-format dummy), in the product's own classes. With --ranks 1, the default, the other
-ranks are looked for in the rank itself: all but the collectives is timed. --ranks N, equal to --tp,
-runs N processes over N GPUs; rows are rank 0's, and nothing is predicted or run as an engine.
+Rank 0's real shard of TP-8 (61 layers, full widths) and its part of the drafter (--draft-tp), dummy
+weights made on the GPU (--load-format dummy), in the product's own classes. With --ranks 1, the
+default, the other ranks are looked for in the rank itself: all but the collectives is timed.
+--ranks N, equal to --tp, runs N processes over N GPUs; rows are rank 0's, and nothing is predicted
+or run as an engine.
 
 step     verify of trees in a CUDA graph, of prompts as the host runs them (step_rows.py says which
          rows are whose). ms, the floor (step_floor.py), fraction = floor / ms, distinct experts a
@@ -86,6 +87,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--kv-dtype", choices=["auto", "bf16", "fp8"], default="auto", help="of the latent cache")
     add("--draft-weights", choices=["auto", "int4"], default="auto", help="of the drafter's MLPs")
+    add(
+        "--draft-tp",
+        type=int,
+        help="ranks that share the drafter: --tp or 1 (default: as an engine)",
+    )
     add("--kv-tokens", type=int, default=300_000, help="that the KV pages hold")
     add("--page-size", type=int, default=64)
     add("--replays", type=int, default=12, help="timed runs of a row, at most")
@@ -122,6 +128,7 @@ def config_of(arguments: argparse.Namespace, target: Path, drafter: Path) -> Eng
         device=arguments.device,
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
+        draft_tp=arguments.draft_tp,
         mode="tree",
         budget=drafts,
         max_requests=requests,

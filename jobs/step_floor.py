@@ -23,6 +23,7 @@ from kdray.model.draft_int4 import mlp_form
 from kdray.model.mla import LatentAttention
 from kdray.model.moe import DenseMLP, MoE, PackedMoE
 from kdray.model.target import TargetModel
+from kdray.model.target_tables import TargetTables
 from kdray.model.weight_bytes import drafter_bytes
 from kdray.verifier.kv_cache import KVCache
 
@@ -98,7 +99,8 @@ def draft_work(rank: Rank, requests: int, cached: int) -> list[Work]:
     """What drafting a block of every request does; extending its context is not in it."""
     drafter = rank.drafter
     assert drafter is not None, "rank 0 drafts"
-    config, head = drafter.network.config, drafter.tables.head
+    config, tables = drafter.network.config, drafter.tables
+    head = tables.head if isinstance(tables, TargetTables) else rank.model.head
     form = mlp_form(rank.config.draft_weights, rank.facts.dtype, rank.device)
     shapes = dict(weight_shapes(config))
     numbers = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name)

@@ -229,6 +229,7 @@ def measured_round(bench: Bench, case: RoundCase, times: RoundTimes) -> Measured
     if case.mode != "plain":
         drafts = draft_work(rank, case.requests, case.context)
     model = rank.facts.model
+    row = model.hidden_size * step_predict.SUMMED_ITEM
     return MeasuredRound(
         mode=case.mode,
         streams=case.requests,
@@ -239,9 +240,16 @@ def measured_round(bench: Bench, case: RoundCase, times: RoundTimes) -> Measured
         rest_ms=ms["build_ms"] + ms["accept_ms"] + ms["commit_ms"],
         verify=step_work(rank.model, rank.verifier.cache, rows),
         draft=drafts,
-        sums=1 + 2 * model.num_hidden_layers,
-        sum_bytes=tokens * model.hidden_size * step_predict.SUMMED_ITEM,
+        sums=[(1 + 2 * model.num_hidden_layers, tokens * row), *draft_sums(rank, case, row)],
     )
+
+
+def draft_sums(rank: Rank, case: RoundCase, row_bytes: int) -> list[tuple[int, int]]:
+    """Of a drafter that ranks share: of its blocks' rows, and of roots and of candidates."""
+    if case.mode == "plain" or rank.drafter is None or rank.drafter.network.config.ranks == 1:
+        return []
+    config = rank.drafter.network.config
+    return [(2 + 2 * len(config.layers), case.requests * config.block_size * row_bytes), (2, 0)]
 
 
 def moe_layers(rank: Rank) -> int:

@@ -3,12 +3,14 @@
     tokens/s      = streams * E / round
     E             = 1 + the sum over a tree's nodes of the probability that the target goes there
     here          : round as measured (the collectives of a looped-back rank are not in it)
-    RTX PRO 6000  : round = floor_v / f_v + floor_d / f_d + rest + sums * sum_ms
+    RTX PRO 6000  : round = floor_v / f_v + floor_d / f_d + rest + the ranks' sums
         floor_v, floor_d   of verify and draft at that card's copy and matmul speeds (RTX)
         f_v, f_d           floor over measured time of the same step on this GPU
         rest               build, accept and commit as measured here
-        sums, sum_ms       1 + 2 a layer; of tokens * width * 2 bytes: 7 us + bytes / 3.3 GB/s or
-                           20 us + 1.75 bytes / 40 GB/s, what is less
+        sums               1 + 2 a layer of the step's rows; of a drafter that ranks share 2 + 2 a
+                           layer of its blocks' rows, and two of a few numbers. One of rows * width
+                           * 2 bytes takes 7 us + bytes / 3.3 GB/s or 20 us + 1.75 bytes / 40 GB/s,
+                           what is less
     at best       : the same with floor_v + late_v and floor_d + late_d for the quotients; late is
                     measured time less the floor on this GPU
 
@@ -52,7 +54,7 @@ PUBLIC = {1: {"plain": 92.0, "eagle3": 125.0}, 128: {"plain": 2223.0, "eagle3": 
 class MeasuredRound:
     """A round on this GPU: milliseconds of its verbs, and what verify and draft do in it.
 
-    sums   all-reduces of the step, of `sum_bytes` each
+    sums   of the ranks: how many, of how many bytes each
     """
 
     mode: str
@@ -64,21 +66,24 @@ class MeasuredRound:
     rest_ms: float
     verify: Sequence[Work]
     draft: Sequence[Work]
-    sums: int
-    sum_bytes: int
+    sums: Sequence[tuple[int, int]]
 
     def elsewhere_ms(self, here: Ceilings, there: Ceilings) -> float:
         """The round on a rank of eight other cards (above)."""
         verify = floor_ms(self.verify, there) * self.verify_ms / floor_ms(self.verify, here)
         drafted = floor_ms(self.draft, here)
         draft = floor_ms(self.draft, there) * self.draft_ms / drafted if drafted else 0.0
-        return verify + draft + self.rest_ms + self.sums * sum_ms(self.sum_bytes)
+        return verify + draft + self.rest_ms + self._sums_ms
 
     def at_best_ms(self, here: Ceilings, there: Ceilings) -> float:
         """The same where all that is above a floor here takes as long there."""
         works = (*self.verify, *self.draft)
         late = self.verify_ms + self.draft_ms - floor_ms(works, here)
-        return floor_ms(works, there) + late + self.rest_ms + self.sums * sum_ms(self.sum_bytes)
+        return floor_ms(works, there) + late + self.rest_ms + self._sums_ms
+
+    @property
+    def _sums_ms(self) -> float:
+        return sum(count * sum_ms(size) for count, size in self.sums)
 
 
 def sum_ms(size: int) -> float:

@@ -1,4 +1,4 @@
-"""One rank of a target of Kimi K2.6's shape on its GPU: its shard, its KV, rank 0's drafter."""
+"""One rank of a target of Kimi K2.6's shape on its GPU: its shard, its KV, its drafter's part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from make_checkpoint import KIMI, read_config
-from step_tables import fill, whole_tables
+from step_ranks import Loopback
+from step_tables import LonelyTables, fill, whole_tables
 from torch import Tensor
 
 from kdray.config import EngineConfig
@@ -27,8 +28,9 @@ from kdray.model.dflash_weights import load_weights
 from kdray.model.draft_int4 import mlp_form
 from kdray.model.drafter import DFlashDrafter, check_fits
 from kdray.model.dummy_weights import Noise
-from kdray.model.parallel import Collectives, Shard
+from kdray.model.parallel import Collectives, Shard, SoloCollectives
 from kdray.model.target import TargetModel
+from kdray.model.target_tables import SplitTables, Vocabulary
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.verifier import Verifier
 
@@ -38,8 +40,9 @@ TINY = {
     "num_attention_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 24,
     "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+MOST_RANKS = 8
 TINY_DRAFTER = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16, "num_hidden_layers": 2,
 }  # fmt: skip
 
 
@@ -73,7 +76,8 @@ class WatchedOps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """All that is timed. drafter: on rank 0 only; depth, candidates: of the drafter's blocks."""
+    """All that is timed. drafter: the rank's part; None where rank 0 drafts alone and this is
+    another. depth, candidates: of its blocks."""
 
     config: EngineConfig
     facts: EngineFacts
@@ -134,8 +138,10 @@ def write_folders(root: Path, *, layers: int | None, tiny: bool) -> tuple[Path, 
         changes["num_hidden_layers"] = layers
     fields = read_config(KIMI, ",".join(f"{name}={value}" for name, value in changes.items()))
     draft = json.loads((KIMI / "drafter" / "config.json").read_text())
+    text = fields["text_config"]
+    mask = min(draft["dflash_config"]["mask_token_id"], text["vocab_size"] // MOST_RANKS - 2)
+    draft["dflash_config"]["mask_token_id"] = mask  # rank 0 embeds it, with others or alone
     if changes:
-        text = fields["text_config"]
         draft |= TINY_DRAFTER if tiny else {}
         shared = ("hidden_size", "vocab_size", "intermediate_size")
         draft |= {name: text[name] for name in shared}
@@ -143,7 +149,7 @@ def write_folders(root: Path, *, layers: int | None, tiny: bool) -> tuple[Path, 
         taps = default_target_layer_ids(max(layers, 4), draft["num_hidden_layers"])
         draft["num_target_layers"] = layers
         draft["dflash_config"] = {
-            "mask_token_id": min(draft["dflash_config"]["mask_token_id"], text["vocab_size"] - 2),
+            "mask_token_id": mask,
             # As many as there are layers may coincide, and each is read for itself.
             "target_layer_ids": [min(tap, layers - 1) for tap in taps],
         }
@@ -191,7 +197,7 @@ def build_rank(
         fill(cache.rows, noise)
     verifier = Verifier(model, cache, ops, draws=shard.rank == 0, round_ops=round_ops)  # type: ignore[arg-type]
     drafter = None
-    if shard.rank == 0:
+    if shard.rank < facts.draft_ranks:
         with set_up.part("drafter, its KV pages, the target's tables"):
             drafter = _drafter(config, facts, draft, model, ops, noise)
     return Rank(
@@ -219,11 +225,15 @@ def _drafter(
     assert facts.drafter is not None, "a drafter is always given"
     check_fits(draft, facts.model, facts.drafter)
     form = mlp_form(config.draft_weights, facts.dtype, facts.device)
-    weights = load_weights(facts.drafter, draft, facts.dtype, facts.device, form, "dummy")
-    network = DFlashNetwork(draft, weights, ops)  # type: ignore[arg-type]
+    shard, collectives = model.shard, model.collectives
+    if facts.draft_ranks == 1:
+        shard, collectives = Shard(), SoloCollectives()
+    weights = load_weights(facts.drafter, draft, facts.dtype, facts.device, form, "dummy", shard)
+    own = draft.of_rank(shard.size)
+    network = DFlashNetwork(own, weights, ops, shard, collectives)  # type: ignore[arg-type]
     drafter = DFlashDrafter(
         network,
-        whole_tables(model, facts.target),
+        _tables(model, facts),
         ops=ops,  # type: ignore[arg-type]
         candidates=config.candidates,
         page_size=config.page_size,
@@ -231,6 +241,12 @@ def _drafter(
     )
     fill(drafter.cache, noise)
     return drafter
+
+
+def _tables(model: TargetModel, facts: EngineFacts) -> Vocabulary:
+    if facts.draft_ranks == 1:
+        return whole_tables(model, facts.target)
+    return LonelyTables(model) if isinstance(model.collectives, Loopback) else SplitTables(model)
 
 
 @contextmanager

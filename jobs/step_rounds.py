@@ -213,7 +213,13 @@ def _follow(rank: Rank, case: RoundCase, repeats: int) -> None:
     )
     buckets = Buckets(requests=(case.requests,), num_nodes=(case.nodes,))
     rounds = FollowerRounds(
-        rank.verifier, rank.collectives, tables, rank.round_ops, buckets=buckets, depth=rank.depth
+        rank.verifier,
+        rank.collectives,
+        tables,
+        rank.round_ops,
+        buckets=buckets,
+        depth=rank.depth,
+        drafter=None if case.mode == "plain" else rank.drafter,
     )
     if rank.device.type == "cuda":
         rounds.capture()

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from kdray.core.tree import ABSENT
+from kdray.kernels.ops import Ops
 from kdray.model.dummy_weights import Noise
 from kdray.model.target import TargetModel
-from kdray.model.target_tables import TargetTables
+from kdray.model.target_tables import SplitTables, TargetTables
 
 FAR_ROWS = 0.25  # what the head's rows of other ranks are multiplied by (see whole_tables)
 
@@ -28,6 +30,16 @@ def whole_tables(target: TargetModel, folder: Path) -> TargetTables:
     for others in (tables.head[: own.start], tables.head[own.stop :]):
         others.mul_(FAR_ROWS)
     return tables
+
+
+class LonelyTables(SplitTables):
+    """Tables of a rank whose collectives are looped back: the other parts' best, which would be its
+    own once more, count for nothing."""
+
+    def parts(self, hidden: Tensor, k: int, ops: Ops) -> Tensor:
+        parts = super().parts(hidden, k, ops)
+        parts[:, 1:, k:-1] = ABSENT
+        return parts
 
 
 def fill(caches: Sequence[Tensor], noise: Noise) -> None:

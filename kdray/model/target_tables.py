@@ -113,15 +113,21 @@ class SplitTables(Vocabulary):
         return self.target.embed(token.flatten()).view(*token.shape, -1)
 
     def best(self, hidden: Tensor, k: int, ops: Ops) -> tuple[Tensor, Tensor]:
+        parts = self.parts(hidden.flatten(0, -2), k, ops)
+        token, score, weight = parts[..., :k], parts[..., k:-1], parts[..., -1]
+        best = merge_best(token, score, weight.view(torch.float32))
+        return best[0].view(*hidden.shape[:-1], k), best[1].view(*hidden.shape[:-1], k)
+
+    def parts(self, hidden: Tensor, k: int, ops: Ops) -> Tensor:
+        """hidden [M, E] -> [M, ranks, 2 k + 1] int32: of every part its best tokens, their scores
+        among the part's own, and the bits of the float32 logsumexp of its logits."""
         target = self.target
-        logits = target.own_logits(hidden.flatten(0, -2))
+        logits = target.own_logits(hidden)
         token, score = ops.topk_logprob(logits, k)
         token = token + target.shard.rank * logits.shape[1]
         weight = logits.logsumexp(dim=1, keepdim=True).view(torch.int32)
-        packed = torch.cat((token, score, weight), dim=1)
-        ranks = target.collectives.all_gather(packed).view(len(logits), target.shard.size, -1)
-        best = merge_best(ranks[..., :k], ranks[..., k:-1], ranks[..., -1].view(torch.float32))
-        return best[0].view(*hidden.shape[:-1], k), best[1].view(*hidden.shape[:-1], k)
+        joined = target.collectives.all_gather(torch.cat((token, score, weight), dim=1))
+        return joined.view(len(logits), target.shard.size, -1)
 
 
 def tables_of(target: TargetModel) -> Vocabulary:

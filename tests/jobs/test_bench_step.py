@@ -243,15 +243,16 @@ def test_a_prediction_follows_its_formula() -> None:
     measured = MeasuredRound(
         mode="chain", streams=1, nodes=8, round_ms=5.0, draft_ms=2.0, verify_ms=2.5, rest_ms=0.5,
         verify=[Work("matrices", 4e9, 1e9)], draft=[Work("draft", 4e9, 1e9)],
-        sums=123, sum_bytes=8 * 14336,
+        sums=[(123, 8 * 14336), (14, 9 * 14336), (2, 0)],
     )  # fmt: skip
     assert floor_ms(measured.verify, here) == pytest.approx(1.0)
     slower = here.bytes_per_us / RTX.bytes_per_us
-    wanted = slower * (2.5 + 2.0) + 0.5 + 123 * sum_ms(8 * 14336)
+    sums = 123 * sum_ms(8 * 14336) + 14 * sum_ms(9 * 14336) + 2 * sum_ms(0)
+    wanted = slower * (2.5 + 2.0) + 0.5 + sums
     found = predictions(measured, ASSUMED, here)
     assert found["rtx_round_ms"] == pytest.approx(wanted)
     late = 2.5 + 2.0 - 2.0  # of both, of whose floors each is 1.0 here
-    at_best = 2.0 * slower + late + 0.5 + 123 * sum_ms(8 * 14336)
+    at_best = 2.0 * slower + late + 0.5 + sums
     assert found["rtx_round_ms_at_best"] == pytest.approx(at_best) and at_best < wanted
     assert found["tokens_per_s_here"] == pytest.approx(1e3 * 2.66 / 5.0, rel=1e-2)
     assert found["public_plain_tokens_per_s"] == 92.0
