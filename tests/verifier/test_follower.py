@@ -115,14 +115,16 @@ def test_ranks_that_run_ahead_together_say_what_one_says(wishes: dict[str, objec
 def test_ranks_that_share_the_drafter_draft_as_one_that_drafts_alone(
     mode: str, runs_ahead: bool
 ) -> None:
-    """The same trees in the same steps, whoever made them: accept lengths tell."""
+    """The same trees, whoever made them: accept lengths tell."""
     visits = [replace(visit, patience=None) for visit in visits_of(8)]
     config = config_of(tp=2, mode=mode, budget=7, prefill_chunk=48)
     assert resolve(config).draft_ranks == 2
     shared, together = on_ranks(config, visits, runs_ahead=runs_ahead)
     alone, one = on_ranks(replace(config, draft_tp=1), visits, runs_ahead=runs_ahead)
     assert shared == alone
-    assert together.counters == one.counters
+    # Which steps they are depends on the clock (PromptTurns), what they accept does not.
+    assert together.counters.accept_lengths == one.counters.accept_lengths
+    assert together.counters.tree_nodes == one.counters.tree_nodes
     assert max(together.counters.accept_lengths) > 4
 
 
