@@ -14,6 +14,7 @@ from kdray.config import EngineConfig, SyntheticAcceptance
 from kdray.core.acceptance import AcceptanceProfile
 from kdray.core.plan import DraftTrees
 from kdray.core.request import SamplingParams
+from kdray.driver.turns import PromptTurns
 from kdray.engine import Engine, build_engine, make_request, resolve
 from kdray.errors import ConfigError
 from kdray.kernels.reference import ReferenceOps
@@ -31,6 +32,7 @@ def config_of(rates: SyntheticAcceptance | None = RATES, **wishes: Any) -> Engin
 
 def accept_lengths(config: EngineConfig, tokens: int = 300) -> tuple[Counter[int], Engine]:
     engine = build_engine(config, resolve(config))
+    engine.driver.prompt_turns = PromptTurns(lambda: 0.0)  # the same steps in every run
     for n in range(config.max_requests):
         prompt = [7 + n, 8, 9]
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=977 * n + 5)
