@@ -66,10 +66,10 @@ def random_mlp(width: int, inner: int, part: int) -> tuple[PackedDraftMLP, list[
     return mlp, [values(weight) for weight in (gate, up, down)]
 
 
-def by_float64(x: Tensor, normed: Tensor, weights: list[Tensor]) -> Tensor:
+def by_float64(normed: Tensor, weights: list[Tensor]) -> Tensor:
     gate, up, down = (weight.double() for weight in weights)
     inner = torch.nn.functional.silu(normed.double() @ gate.T) * (normed.double() @ up.T)
-    return x.double() + inner @ down.T
+    return inner @ down.T
 
 
 def test_weights_on_the_grid_come_back_exactly() -> None:
@@ -129,9 +129,9 @@ def test_parts_add_up_to_the_mlp(monkeypatch: pytest.MonkeyPatch, rows: int, par
     monkeypatch.setattr(draft_int4, "ROWS", 8)
     torch.manual_seed(rows)
     mlp, weights = random_mlp(64, 96, part)
-    x, normed = torch.randn(rows, 4, 64), torch.randn(rows, 4, 64)
-    found = mlp.added(load_ops(CPU), x, normed)
-    torch.testing.assert_close(found.double(), by_float64(x, normed, weights), rtol=1e-4, atol=1e-4)
+    normed = torch.randn(rows * 4, 64)
+    found = mlp.partial(load_ops(CPU), normed)
+    torch.testing.assert_close(found.double(), by_float64(normed, weights), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("requests", [1, 5])
@@ -140,13 +140,12 @@ def test_the_kernel_multiplies_the_parts(requests: int) -> None:
     torch.manual_seed(requests)
     mlp, weights = random_mlp(64, 192, 64)
     ops: Ops = CudaOps(CPU, simt_loader(seed=requests))
-    x, normed = (torch.randn(requests, 8, 64).bfloat16() for _ in range(2))
-    found = mlp.added(ops, x, normed)
-    wanted = by_float64(x, normed, weights)
+    normed = torch.randn(requests * 8, 64).bfloat16()
+    found = mlp.partial(ops, normed)
+    wanted = by_float64(normed, weights)
     error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert found.dtype == torch.bfloat16 and error.max() < 0.01
-    alone = mlp.added(ops, x[:1, :3].contiguous(), normed[:1, :3].contiguous())
-    assert torch.equal(alone, found[:1, :3])
+    assert torch.equal(mlp.partial(ops, normed[:3]), found[:3])
 
 
 @pytest.mark.usefixtures("parts_of_32")
