@@ -10,22 +10,38 @@ from kdray.kernel_sizes import kernel_sizes
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.reference_round import ReferenceRoundOps
 from kdray.kernels.selftest import compare, compare_rounds
-from kdray.kernels.selftest_inputs import DraftSizes
+from kdray.kernels.selftest_inputs import DraftSizes, Sizes
 from kdray.model.parallel import Shard
 
 KIMI = Path(__file__).resolve().parents[1] / "jobs" / "kimi_k26"
 CPU = torch.device("cpu")
 
 
-def test_a_rank_of_kimi_k26() -> None:
+def sizes_of_kimi(draft_tp: int | None = None) -> list[Sizes]:
+    """Two ranks' of eight."""
     config = EngineConfig(
-        model=str(KIMI), drafter=str(KIMI / "drafter"), tp=8, device="cpu", dtype="bfloat16"
+        model=str(KIMI),
+        drafter=str(KIMI / "drafter"),
+        tp=8,
+        draft_tp=draft_tp,
+        device="cpu",
+        dtype="bfloat16",
     )
-    first, other = (kernel_sizes(config, resolve(config), Shard(rank, 8)) for rank in (0, 1))
+    return [kernel_sizes(config, resolve(config), Shard(rank, 8)) for rank in (0, 1)]
+
+
+def test_a_rank_of_kimi_k26() -> None:
+    first, other = sizes_of_kimi()
     assert (first.width, first.heads, first.latent, first.rope) == (7168, 8, 512, 64)
     assert first.query_latent == 1536
     assert (first.nope, first.value, first.experts, first.inner) == (128, 128, 384, 256)
     assert first.rule is not None and first.rule.top_k == 8
+    assert first.draft == DraftSizes(heads=8, groups=1, dim=128, slots=8)
+    assert other == first
+
+
+def test_ranks_of_which_one_drafts_alone() -> None:
+    first, other = sizes_of_kimi(draft_tp=1)
     assert first.draft == DraftSizes(heads=64, groups=8, dim=128, slots=8)
     assert other.draft is None
 
