@@ -37,11 +37,14 @@ def mlp_form(wish: DraftWeightType, dtype: torch.dtype, device: torch.device) ->
 
 def check_groups(config: DFlashConfig) -> None:
     """ConfigError unless the MLPs are whole tiles, groups of 32 inputs among them."""
+    part, way_out = "", "leave draft_weights at 'auto'"
+    if config.ranks > 1:
+        part, way_out = f" on each of {config.ranks} ranks", f"{way_out}, or use draft_tp 1"
     for name in ("hidden_size", "intermediate_size"):
         if (size := getattr(config, name)) % TILE:
             raise ConfigError(
-                f"the drafter's {name} {size} is no multiple of {TILE}, as INT4 weights want it; "
-                "leave draft_weights at 'auto'"
+                f"the drafter's {name} {size}{part} is no multiple of {TILE}, as INT4 weights want "
+                f"it; {way_out}"
             )
 
 
