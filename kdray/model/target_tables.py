@@ -124,8 +124,8 @@ class SplitTables(Vocabulary):
         target = self.target
         logits = target.own_logits(hidden)
         token, score = ops.topk_logprob(logits, k)
+        weight = weight_of(logits, token, score).view(torch.int32)
         token = token + target.shard.rank * logits.shape[1]
-        weight = logits.logsumexp(dim=1, keepdim=True).view(torch.int32)
         joined = target.collectives.all_gather(torch.cat((token, score, weight), dim=1))
         return joined.view(len(logits), target.shard.size, -1)
 
@@ -133,6 +133,17 @@ class SplitTables(Vocabulary):
 def tables_of(target: TargetModel) -> Vocabulary:
     """The very tensors of a target: whole where one rank holds it, else split as it is."""
     return TargetTables.shared(target) if target.shard.size == 1 else SplitTables(target)
+
+
+def weight_of(logits: Tensor, token: Tensor, score: Tensor) -> Tensor:
+    """logsumexp [M, 1] of float32 logits [M, V], by the best token of each row and its score.
+
+    topk_logprob has summed them, with NaN as -inf and +inf as the largest number: so it is here.
+    """
+    largest = torch.finfo(torch.float32).max
+    best = logits.gather(1, token[:, :1].long())
+    best = best.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+    return best - score[:, :1] * 2.0**-FRACTION_BITS
 
 
 def merge_best(token: Tensor, score: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

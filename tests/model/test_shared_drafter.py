@@ -18,7 +18,7 @@ from kdray.kernels.ops import load_ops
 from kdray.model.drafter import DFlashDrafter
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
-from kdray.model.target_tables import merge_best
+from kdray.model.target_tables import merge_best, weight_of
 from tests.model.draft_rounds import Rounds
 from tests.model.test_drafter import FITTING, device_state
 from tests.model.tiny import save_plain
@@ -134,7 +134,7 @@ def parts_of(logits: torch.Tensor, parts: int, k: int) -> tuple[torch.Tensor, ..
     pieces = logits.chunk(parts, dim=1)
     best = [OPS.topk_logprob(piece, k) for piece in pieces]
     token = [token + i * pieces[0].shape[1] for i, (token, _) in enumerate(best)]
-    weight = [piece.logsumexp(1) for piece in pieces]
+    weight = [weight_of(piece, *found)[:, 0] for piece, found in zip(pieces, best, strict=True)]
     return (
         torch.stack(token, 1),
         torch.stack([score for _, score in best], 1),
@@ -166,3 +166,30 @@ def test_ties_go_to_the_smaller_token_and_absent_ones_come_last() -> None:
     assert (score[0] == score[0, 0]).all()
     assert token[1, 0] == 13 and score[1, 0] == 0
     assert (score[1, 1:] == ABSENT).all()
+
+
+def test_a_part_weighs_what_its_logits_sum_up_to() -> None:
+    for spread in (0.01, 1.0, 30.0):
+        logits = spread * torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
+        weight = weight_of(logits, *OPS.topk_logprob(logits, 2))
+        torch.testing.assert_close(weight[:, 0], logits.logsumexp(1), atol=UNIT, rtol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_logits_without_a_number_spoil_no_others(parts: int) -> None:
+    """NaN as -inf and +inf as the largest number, in any part, as one rank takes them."""
+    logits = torch.randn(7, 96, generator=torch.Generator().manual_seed(2))
+    logits[0] = torch.nan
+    logits[1, 5] = torch.nan
+    logits[2, 70] = torch.inf
+    logits[3, :48] = -torch.inf
+    logits[4] = -torch.inf
+    logits[5, :50] = torch.nan
+    logits[6] = torch.inf
+    token, score = merge_best(*parts_of(logits, parts, 4))
+    wanted, best = OPS.topk_logprob(logits, 4)
+    assert torch.equal(score == ABSENT, best == ABSENT)
+    assert ((score - best).abs()[best != ABSENT] <= 8).all()
+    first = 1 if parts > 1 else 4  # beside +inf all else is as good as impossible
+    assert torch.equal(token[[1, 3, 5]], wanted[[1, 3, 5]])
+    assert torch.equal(token[[2, 6], :first], wanted[[2, 6], :first])
