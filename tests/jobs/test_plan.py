@@ -18,11 +18,20 @@ def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--gpu", "RTX PRO 6000", "--tp", "8", "--drafter", drafter, "--json") == 0
     out = capsys.readouterr().out
     assert "8 x RTX PRO 6000: 71.0 GiB of the target's weights a GPU (71.3 GiB with routers" in out
+    [first] = json.loads(out.splitlines()[-1])["plans"]  # all ranks are alike
+    assert first["fits"] and first["num_pages"] == first["pages"]
+    assert f"KV pages: {first['pages']:,} of 16 tokens ({first['tokens']:,} tokens), all the" in out
+    assert sum(first["items"].values()) > first["card_bytes"] - first["room_bytes"]  # parts twice
+
+
+def test_a_rank_that_drafts_alone_has_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    drafting = ("--drafter", str(KIMI / "drafter"), "--draft-tp", "1")
+    assert run("--gpu", "RTX PRO 6000", "--tp", "8", *drafting, "--json") == 0
+    out = capsys.readouterr().out
     first, other = json.loads(out.splitlines()[-1])["plans"]
     assert first["fits"] and first["tokens"] < other["tokens"]
     assert first["num_pages"] == other["num_pages"] == first["pages"] < other["pages"]
     assert f"KV pages: {first['pages']:,} of 16 tokens ({first['tokens']:,} tokens), all the" in out
-    assert sum(first["items"].values()) > first["card_bytes"] - first["room_bytes"]  # parts twice
 
 
 def test_kimi_k26_is_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
