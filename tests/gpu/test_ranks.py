@@ -94,6 +94,7 @@ def plainly() -> list[Reply]:
 
 @pytest.mark.parametrize("wishes", [
     {"budget": 16}, {"mode": "chain", "budget": 7}, {"mode": "plain"}, {"graphs": False},
+    {"draft_tp": 1},
 ], ids=str)  # fmt: skip
 def test_two_gpus_say_what_one_says_plainly(
     plainly: list[Reply], wishes: dict[str, object]
