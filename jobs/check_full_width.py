@@ -173,7 +173,7 @@ def check_folder(folder: Path, dtype: str, arguments: argparse.Namespace, record
         after = partial(save_logits, tokens=tokens, path=saved)
         ways[name] = decode_on_ranks(config, visits, after)
         hear(way_finding(name, ways[name]))
-    alone = replace(config, tp=1)
+    alone = replace(config, tp=1, draft_tp=None)
     run_ranks(1, check_alone, alone, tokens, visits, ways, saved, hear=hear)
     return good
 

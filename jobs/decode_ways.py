@@ -86,7 +86,7 @@ def build_alone(config: EngineConfig) -> tuple[Engine, Verifier]:
 
 def plain_engine(config: EngineConfig, verifier: Verifier) -> Engine:
     """Plain decoding, step by step from the host, by a verifier that another engine has left."""
-    config = replace(config, mode="plain", tp=1, graphs=False)
+    config = replace(config, mode="plain", tp=1, draft_tp=None, graphs=False)
     pages = verifier.cache.num_pages - SPARE_PAGES
     facts = resolve(replace(config, num_pages=pages))
     return assemble(config, facts, load_ops(facts.device), None, LocalGroup(verifier))

@@ -146,7 +146,9 @@ def _wider(planned: Planned) -> list[Planned]:
             check_shard(planned.model, Shard(0, tp))
         except ConfigError:
             break
-        found.append(replace(planned, config=replace(planned.config, tp=tp)))
+        shared = 1 if planned.config.draft_tp == 1 else None
+        config = replace(planned.config, tp=tp, draft_tp=shared)
+        found.append(replace(planned, config=config))
         tp *= 2
     return found
 

@@ -58,9 +58,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--draft-tp",
-        type=int,
-        metavar="N",
-        help="ranks that share the drafter: --tp or 1 (default: all where its sizes allow)",
+        default=str(_DEFAULTS.draft_tp),
+        metavar="N|auto",
+        help="ranks that share the drafter: 1, --tp, or auto: --tp where its sizes allow it",
     )
     add(
         "--load-format",
@@ -146,7 +146,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
-        draft_tp=arguments.draft_tp,
+        draft_tp=parse_ranks("draft-tp", arguments.draft_tp),
         load_format=arguments.load_format,
         mode=arguments.mode,
         budget=arguments.budget,
@@ -174,6 +174,16 @@ def parse_size(name: str, text: str | None) -> int | None:
             f"{name} wants a size above 0 with its unit, such as 20 GiB, got {text!r}"
         )
     return size
+
+
+def parse_ranks(name: str, text: str) -> int | None:
+    """A number of ranks, or None for `auto`; a ConfigError says how else."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number or 'auto', got {text!r}") from None
 
 
 def parse_faults(text: str | None) -> FaultPolicy:

@@ -164,7 +164,7 @@ def test_every_rank_knows_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_hold_the_pages_that_they_settled_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(device="cpu", tp=2, max_requests=2)
+    config = EngineConfig(device="cpu", tp=2, draft_tp=2, max_requests=2)
     facts = open_facts(config)
     planned = planned_start(config, facts)
     cards = [holding(planned, rank, pages) for rank, pages in enumerate((60, 50))]

@@ -17,9 +17,9 @@ from kdray.memory_plan import GIB, MIB, SPARE_PAGES, MemoryPlan, planned_start
 pytestmark = pytest.mark.gpu
 
 ROOM = 64 * MIB  # for pages
-# What torch rounds up by, an eighth of the reserve, and cuBLAS's workspaces, which torch holds and
-# the plan counts with the context.
-SLACK = 256 * MIB
+# What torch rounds up by, and cuBLAS's workspaces, which torch holds and the plan counts with the
+# context: 330 MiB of the demo's on an H200, where a sixth of the reserve covers them.
+SLACK = 512 * MIB
 WIDER = (
     "hidden_size=512,moe_intermediate_size=256,intermediate_size=1024,n_routed_experts=64,"
     "vocab_size=8192,num_attention_heads=8,q_lora_rank=256,kv_lora_rank=128,qk_nope_head_dim=64,"

@@ -15,7 +15,8 @@ def run(*options: str) -> int:
 
 def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
     drafter = str(KIMI / "drafter")
-    assert run("--gpu", "RTX PRO 6000", "--tp", "8", "--drafter", drafter, "--json") == 0
+    drafting = ("--drafter", drafter, "--draft-tp", "8")
+    assert run("--gpu", "RTX PRO 6000", "--tp", "8", *drafting, "--json") == 0
     out = capsys.readouterr().out
     assert "8 x RTX PRO 6000: 71.0 GiB of the target's weights a GPU (71.3 GiB with routers" in out
     [first] = json.loads(out.splitlines()[-1])["plans"]  # all ranks are alike
@@ -25,7 +26,7 @@ def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rank_that_drafts_alone_has_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    drafting = ("--drafter", str(KIMI / "drafter"), "--draft-tp", "1")
+    drafting = ("--drafter", str(KIMI / "drafter"))
     assert run("--gpu", "RTX PRO 6000", "--tp", "8", *drafting, "--json") == 0
     out = capsys.readouterr().out
     first, other = json.loads(out.splitlines()[-1])["plans"]
@@ -40,6 +41,12 @@ def test_kimi_k26_is_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None
     assert error.count("\n") == 1
     assert "rank 0 of 4 does not fit on RTX PRO 6000: it needs 14" in error
     assert "139.9 of weights" in error and error.endswith("tp 8 fits\n")
+
+
+def test_wider_plans_share_the_drafter_as_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    drafting = ("--drafter", str(KIMI / "drafter"), "--draft-tp", "4")
+    assert run("--gpu", "RTX PRO 6000", "--tp", "4", *drafting) == 1
+    assert capsys.readouterr().err.endswith("tp 8 fits\n")
 
 
 def test_what_cannot_be_split_is_said(capsys: pytest.CaptureFixture[str]) -> None:
