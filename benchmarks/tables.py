@@ -198,8 +198,9 @@ def _predictions(record: Record) -> list[str]:
     ways = sorted({key[:2] for key in rows}, key=_way_order)
     heads = " | ".join(f"{_streams(n)}: here | 8 x RTX PRO 6000, predicted" for n in streams)
     lines = [
-        "Tokens/s with the drafter, which the ranks share, 512 tokens cached, were drafts accepted as "
-        "assumed (a chain of 7 accepts 2.66 tokens a step, as public runs do; `jobs/step_predict.py`):",
+        "Tokens/s with the drafter, which the ranks share, 512 tokens cached, were drafts accepted "
+        "as assumed (a chain of 7 accepts 2.66 tokens a step, as public runs do; "
+        "`jobs/step_predict.py`):",
         "",
         f"| | tokens a step, assumed | {heads} |",
         "|---|---|" + "---|---|" * len(streams),

@@ -129,7 +129,7 @@ def test_who_runs_ahead_does_not_wait_for_whose_draws_need_the_host() -> None:
     visits = [staying(range(100, 120), penalised), staying(range(200, 230), free)]
     engine, plain = engine_of(ahead=True), engine_of(ahead=False, mode="plain")
     driver = engine.driver
-    driver._turns.is_due = lambda: False  # type: ignore[method-assign]
+    driver.host_turns.is_due = lambda: False  # type: ignore[method-assign]
     requests = [
         make_request(f"r{n}", visit.prompt, visit.sampling, engine.facts)
         for n, visit in enumerate(visits)

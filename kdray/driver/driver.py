@@ -82,7 +82,7 @@ class Driver:
         self._device = device
         self._decoder = decoder
         self.prompt_turns = PromptTurns()
-        self._turns = HostTurns()
+        self.host_turns = HostTurns()
         self._flights: deque[InFlight] = deque()  # launched, oldest first; one between two steps
 
     def submit(self, request: Request) -> None:
@@ -122,7 +122,7 @@ class Driver:
                 self._flights.append(decoder.launch(ahead))
         decoding = 0 if ahead is None else len(ahead.requests)
         planned = self._step_planned(
-            decodes=decoding == 0 or self._turns.is_due(),
+            decodes=decoding == 0 or self.host_turns.is_due(),
             admits=self.prompt_turns.is_due(
                 waiting=self.scheduler.num_admissible, decoding=decoding
             ),
@@ -143,7 +143,7 @@ class Driver:
             return None
         with ExitStack() as turns:
             if plan.decodes:
-                turns.enter_context(self._turns.turn())
+                turns.enter_context(self.host_turns.turn())
             if plan.prompts:
                 turns.enter_context(self.prompt_turns.turn())
             result = self.round(plan)

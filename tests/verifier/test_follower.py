@@ -15,7 +15,7 @@ from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig, SyntheticAcceptance
 from kdray.core.plan import DraftTrees, RoundOrder, RunningRows
 from kdray.driver.driver import Driver
-from kdray.driver.turns import PromptTurns
+from kdray.driver.turns import HostTurns, PromptTurns
 from kdray.engine import build_engine, build_follower, resolve
 from kdray.model.parallel import Shard
 from kdray.profiling.recorder import Recorder
@@ -38,9 +38,10 @@ def visits_of(count: int) -> list[Visit]:
     return list(islice(draw_visits(fitting, seed=5, most_tokens=24), count))
 
 
-def at_once() -> PromptTurns:
-    """By a clock that stands still: which steps there are is the same in every run."""
-    return PromptTurns(lambda: 0.0)
+def stop_the_clock(driver: Driver) -> None:
+    """It is everybody's turn: which steps there are is the same in every run."""
+    driver.prompt_turns = PromptTurns(lambda: 0.0)
+    driver.host_turns = HostTurns(lambda: 0.0)
 
 
 def on_one_rank(config: EngineConfig, visits: list[Visit]) -> list[Reply]:
@@ -88,7 +89,7 @@ def on_ranks(
             make_group=lambda verifier: RankGroup(verifier, channel, collectives[0]),
             runs_ahead=runs_ahead,
         )
-        engine.driver.prompt_turns = at_once()
+        stop_the_clock(engine.driver)
         replies = run_visits(engine.driver, engine.facts, visits)
         engine.driver.close()
         assert (engine.driver.clock.seconds["launch"] > 0) == runs_ahead
@@ -139,7 +140,7 @@ def test_ranks_that_assume_their_acceptance_assume_the_same() -> None:
     visits = [replace(visit, patience=None) for visit in visits_of(10)]
     alone_config = replace(config, tp=1)
     alone = build_engine(alone_config, resolve(alone_config))
-    alone.driver.prompt_turns = at_once()
+    stop_the_clock(alone.driver)
     replies, _ = on_ranks(config, visits)
     assert replies == run_visits(alone.driver, alone.facts, visits)
 
