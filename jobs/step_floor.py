@@ -118,6 +118,16 @@ def draft_work(rank: Rank, requests: int, cached: int) -> list[Work]:
     ]
 
 
+def draft_sums(rank: Rank, requests: int, row_bytes: int) -> list[tuple[int, int]]:
+    """What ranks that share the drafter sum in a round, how many and of how many bytes each: rows of
+    blocks, then roots and candidates, which are few."""
+    assert rank.drafter is not None, "rank 0 drafts"
+    config = rank.drafter.network.config
+    if config.ranks == 1:
+        return []
+    return [(2 + 2 * len(config.layers), requests * config.block_size * row_bytes), (2, 0)]
+
+
 def _matrices(model: TargetModel) -> Iterator[Tensor]:
     """All that every row of a step is multiplied by, but for the head."""
     for layer in model.layers:

@@ -14,7 +14,7 @@ from functools import partial
 import step_predict
 import torch
 from record import Record
-from step_floor import Ceilings, Rows, Work, draft_work, floor_ms, step_work
+from step_floor import Ceilings, Rows, Work, draft_sums, draft_work, floor_ms, step_work
 from step_predict import MeasuredRound, predictions
 from step_rank import Rank
 from step_rounds import (
@@ -226,10 +226,12 @@ def measured_round(bench: Bench, case: RoundCase, times: RoundTimes) -> Measured
         distinct=times.distinct,
     )
     drafts: list[Work] = []
-    if case.mode != "plain":
-        drafts = draft_work(rank, case.requests, case.context)
     model = rank.facts.model
     row = model.hidden_size * step_predict.SUMMED_ITEM
+    sums = [(1 + 2 * model.num_hidden_layers, tokens * row)]
+    if case.mode != "plain":
+        drafts = draft_work(rank, case.requests, case.context)
+        sums += draft_sums(rank, case.requests, row)
     return MeasuredRound(
         mode=case.mode,
         streams=case.requests,
@@ -240,16 +242,8 @@ def measured_round(bench: Bench, case: RoundCase, times: RoundTimes) -> Measured
         rest_ms=ms["build_ms"] + ms["accept_ms"] + ms["commit_ms"],
         verify=step_work(rank.model, rank.verifier.cache, rows),
         draft=drafts,
-        sums=[(1 + 2 * model.num_hidden_layers, tokens * row), *draft_sums(rank, case, row)],
+        sums=sums,
     )
-
-
-def draft_sums(rank: Rank, case: RoundCase, row_bytes: int) -> list[tuple[int, int]]:
-    """Of a drafter that ranks share: of its blocks' rows, and of roots and of candidates."""
-    if case.mode == "plain" or rank.drafter is None or rank.drafter.network.config.ranks == 1:
-        return []
-    config = rank.drafter.network.config
-    return [(2 + 2 * len(config.layers), case.requests * config.block_size * row_bytes), (2, 0)]
 
 
 def moe_layers(rank: Rank) -> int:
