@@ -119,8 +119,8 @@ def draft_work(rank: Rank, requests: int, cached: int) -> list[Work]:
 
 
 def draft_sums(rank: Rank, requests: int, row_bytes: int) -> list[tuple[int, int]]:
-    """What ranks that share the drafter sum in a round, how many and of how many bytes each: rows of
-    blocks, then roots and candidates, which are few."""
+    """What ranks that share the drafter sum in a round, how many and of how many bytes each: of
+    blocks' rows, then of roots and candidates, which are few."""
     assert rank.drafter is not None, "rank 0 drafts"
     config = rank.drafter.network.config
     if config.ranks == 1:
