@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, cast
 
 import torch
 
@@ -15,9 +16,11 @@ from kdray.driver.driver import Driver
 from kdray.driver.scheduler import RequestOutput
 from kdray.engine import EngineFacts, build_engine, make_request, resolve
 from kdray.errors import ConfigError, InvalidRequest
+from kdray.model.chat import encode_chat
 from kdray.model.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]  # messages: role and content
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class LLM:
         with LLM(EngineConfig(model="demo")) as llm:
             [completion] = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
-    A str prompt is encoded as plain text; render a chat first (kdray.model.chat) and pass its ids.
+    A str prompt is encoded as plain text; chat() takes messages.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -82,6 +85,26 @@ class LLM:
             for request_id in writers:
                 self.driver.abort(request_id)
         return [writers[request.request_id].completion() for request in requests]
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_args: Any,
+    ) -> list[Completion]:
+        """The next message of every conversation, or of the one; each is a list of messages.
+
+            llm.chat([{"role": "user", "content": "How much is 79 + 94?"}])
+
+        template_args   further variables of the folder's chat template, such as thinking=False
+        Raises InvalidRequest before anything runs where messages are wrong or can never fit.
+        """
+        if isinstance(conversations, str | Mapping):
+            raise InvalidRequest("a conversation is a list of messages", param="messages")
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        each = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
+        prompts = [encode_chat(self.tokenizer, messages, **template_args) for messages in each]
+        return self.generate(prompts, sampling)
 
     def close(self) -> None:
         self.driver.close()
