@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     folder = options.model or made(options.make, options.scratch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.zeros(1, device=device)  # a GPU's context is made once, by whatever comes first
     threads = options.threads or load_threads(device)
     files = sorted(folder.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
