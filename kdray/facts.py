@@ -116,7 +116,7 @@ def page_bytes(
 
 
 def draft_ranks(config: EngineConfig, draft: DFlashConfig | None) -> int:
-    """How many ranks share the drafter: all where they can, unless the wish is another."""
+    """How many ranks share the drafter: as wished; where the wish is left open, all if they can."""
     if draft is None or config.draft_tp == 1:
         return 1
     try:

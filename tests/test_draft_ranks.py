@@ -118,7 +118,8 @@ def test_the_wish_reaches_the_config() -> None:
     with pytest.raises(ConfigError, match="draft-tp must be a number or 'auto', got 'all'"):
         of("--draft-tp", "all")
     assert parse_arguments({"tp": "2", "draft_tp": "1"}).config.draft_tp == 1
-    assert parse_arguments({"tp": "2", "draft_tp": "none"}).config.draft_tp is None
+    for left_open in ("auto", "none"):
+        assert parse_arguments({"tp": "2", "draft_tp": left_open}).config.draft_tp is None
 
 
 def test_every_rank_has_an_eighth_of_kimis_drafter() -> None:

@@ -94,7 +94,9 @@ def _typed(name: str, value: object, hint: Any) -> object:
     wanted = [hint]
     if get_origin(hint) in (Union, UnionType):
         wanted = [option for option in get_args(hint) if option is not type(None)]
-        if value is None or str(value).lower() in ("none", "null"):
+        # "auto" as on a command line; of text, such as a file's name, it may be the value.
+        open_words = ("none", "null") if wanted[0] is str else ("none", "null", "auto")
+        if value is None or str(value).lower() in open_words:
             return None
     kind = get_origin(wanted[0]) or wanted[0]
     try:
