@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kdray.config import EngineConfig
 from kdray.core.plan import VerifierGroup
 from kdray.facts import EngineFacts
@@ -12,6 +14,8 @@ from kdray.model.synthetic_drafter import SyntheticDrafter
 from kdray.model.target import TargetModel
 from kdray.verifier.rank_group import RankGroup
 from kdray.verifier.shared_drafter import SharedDrafter
+
+_log = logging.getLogger(__name__)
 
 
 def load_drafter(
@@ -24,6 +28,8 @@ def load_drafter(
     if facts.drafter is None:
         return None
     is_alone = facts.draft_ranks == 1 < target.shard.size
+    if is_alone and config.draft_tp is None:
+        _log.info("rank 0 drafts alone: %d ranks cannot share this drafter evenly", config.tp)
     return DFlashDrafter.load(
         facts.drafter,
         facts.target if is_alone else target,

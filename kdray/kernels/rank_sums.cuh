@@ -14,8 +14,8 @@
 // which blocks a launch has, nor which share of the rows was whose.
 //
 // A rank ends a launch only when every other has begun it, so none is ever more than one ahead: a
-// flag that stands for this launch or the next is good, and any other is old, however old, be it of
-// a block that many launches did without. Counts wrap.
+// flag that stands for this launch or the next is good, and any other is old, be it of a block that
+// many launches did without: up to 2^32 - 2 of them, behind which counts have come round.
 #pragma once
 
 #include "vectors.cuh"
