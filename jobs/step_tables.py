@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kdray.core.tree import ABSENT
-from kdray.kernels.ops import Ops
+from kdray.kernels.ops import Ops, PartialTopk
 from kdray.model.dummy_weights import Noise
 from kdray.model.target import TargetModel
 from kdray.model.target_tables import SplitTables, TargetTables
@@ -36,10 +35,9 @@ class LonelyTables(SplitTables):
     """Tables of a rank whose collectives are looped back: the other parts' best, which would be its
     own once more, count for nothing."""
 
-    def parts(self, hidden: Tensor, k: int, ops: Ops) -> Tensor:
+    def parts(self, hidden: Tensor, k: int, ops: Ops) -> PartialTopk:
         parts = super().parts(hidden, k, ops)
-        parts[:, 1:, k:-1] = ABSENT
-        return parts
+        return PartialTopk(value=parts.value[:1], id=parts.id[:1], mass=parts.mass[:1])
 
 
 def fill(caches: Sequence[Tensor], noise: Noise) -> None:

@@ -33,7 +33,7 @@ from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import CudaGemm
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import LiveRows, Norm, PlacedRows, RoutingRule, SamplingRows
+from kdray.kernels.ops import LiveRows, Norm, PartialTopk, PlacedRows, RoutingRule, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 
 
@@ -62,6 +62,16 @@ class CudaOps:
         if not fits or k > cuda_topk.MAX_K:
             return self._reference.topk_logprob(logits, k)
         return self._topk.topk_logprob(logits, k)
+
+    def topk_partial(self, logits: Tensor, k: int, first_id: int) -> PartialTopk:
+        if k > cuda_topk.MAX_K:
+            return self._reference.topk_partial(logits, k, first_id)
+        return self._topk.topk_partial(logits, k, first_id)
+
+    def merge_topk(self, shards: PartialTopk) -> tuple[Tensor, Tensor]:
+        if shards.value.shape[2] > cuda_topk.MAX_K:
+            return self._reference.merge_topk(shards)
+        return self._topk.merge_topk(shards.value, shards.id, shards.mass)
 
     def build_trees(
         self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]

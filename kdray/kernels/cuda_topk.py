@@ -11,6 +11,7 @@ from torch import Tensor
 from kdray.errors import KernelError
 from kdray.kernels.loader import NO_DEFINES, Argument, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
+from kdray.kernels.ops import PartialTopk
 
 # As in topk_logprob.cu.
 THREADS = 256
@@ -21,7 +22,6 @@ MAX_K = 64
 MAX_PIECES = 32
 MAX_PIECE_KEYS = 512
 MAX_MERGED_KEYS = 1024
-NO_ID = 2**31 - 1
 
 COMPILED_K = (8, 16, 32, 64)  # a launch takes the least that will do
 DTYPES = (torch.bfloat16, torch.float32)
@@ -41,20 +41,6 @@ class Deal:
     pitch: int
     run: int
     blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartialTopk:
-    """The best of one vocabulary shard, for merge.
-
-    value, id   [M, k] float32 and int32 (global token ids), best first; -inf and NO_ID where the
-                shard has fewer than k tokens
-    mass        [M, 3] int64: the sum of exponentials, as topk_logprob.cu counts it
-    """
-
-    value: Tensor
-    id: Tensor
-    mass: Tensor
 
 
 class CudaTopk:

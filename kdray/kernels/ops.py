@@ -19,6 +19,8 @@ from kdray.core.request import SamplingParams
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
 from kdray.kernels.moe_layout import PackedExperts
 
+NO_ID = 2**31 - 1  # of a token that a shard does not have
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveRows:
@@ -51,6 +53,20 @@ class SamplingRows:
     position: Sequence[int]
     history: Sequence[tuple[Sequence[int], Sequence[int]] | None]
     end_token_ids: Sequence[frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialTopk:
+    """The best tokens of M rows in one shard of the vocabulary; of N shards [N, M, ..] each.
+
+    value   [M, k] float32, best first; -inf where the shard has fewer than k tokens
+    id      [M, k] int32 token ids; NO_ID where the shard has fewer
+    mass    [M, 3] int64: what all the shard's tokens weigh, in the implementation's own numbers
+    """
+
+    value: Tensor
+    id: Tensor
+    mass: Tensor
 
 
 class Norm(Protocol):
@@ -101,6 +117,19 @@ class Ops(Protocol):
         logits [.., V] float -> token [.., k] int32, score [.., k] int32 (core.tree's contract), by
         value descending, then token id ascending. NaN and -inf logits are absent (score ABSENT) and
         come last. V < k pads with absent entries of token 0.
+        """
+        ...
+
+    def topk_partial(self, logits: Tensor, k: int, first_id: int) -> PartialTopk:
+        """topk_logprob of a shard [M, V'] float32 whose first column is token first_id, still to be
+        merged with the others'."""
+        ...
+
+    def merge_topk(self, shards: PartialTopk) -> tuple[Tensor, Tensor]:
+        """All shards' parts, [N, M, ..], to topk_logprob's token and score [M, k] of the whole.
+
+        The same to the bit where every shard starts at a multiple of 1024; else log-sum-exps may
+        differ by float32 rounding.
         """
         ...
 

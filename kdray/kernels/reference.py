@@ -17,8 +17,6 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.tree import (
     ABSENT,
-    FRACTION_BITS,
-    MIN_LOGPROB,
     WORD_BITS,
     DraftTree,
     Path,
@@ -26,7 +24,7 @@ from kdray.core.tree import (
     build_tree,
     follow,
 )
-from kdray.kernels import reference_fused, reference_moe
+from kdray.kernels import reference_fused, reference_moe, reference_topk
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
 from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference_attention import (
@@ -61,25 +59,15 @@ class ReferenceOps:
     linear_and_gated = staticmethod(linear_and_gated)
     route_experts = staticmethod(reference_fused.route_experts)
     moe_w4a16 = staticmethod(reference_moe.moe_w4a16)
+    topk_logprob = staticmethod(reference_topk.topk_logprob)
+    topk_partial = staticmethod(reference_topk.topk_partial)
+    merge_topk = staticmethod(reference_topk.merge_topk)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # Every layer of a step attends alike, so who sees whom is laid out once a batch.
         self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[DraftAttentionBatch, BlockView] = WeakKeyDictionary()
-
-    def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As in Ops; a logit of +inf counts as the largest float32."""
-        rows = logits.float().reshape(-1, logits.shape[-1])
-        largest = torch.finfo(torch.float32).max
-        rows = rows.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
-        token = _topk_tokens(rows, min(k, rows.shape[1]))
-        score = _quantise(rows.gather(1, token) - rows.logsumexp(dim=1, keepdim=True))
-        missing = (0, k - token.shape[1])
-        token = torch.nn.functional.pad(token.int(), missing, value=0)
-        score = torch.nn.functional.pad(score, missing, value=ABSENT)
-        shape = (*logits.shape[:-1], k)
-        return token.reshape(shape), score.reshape(shape)
 
     def build_trees(
         self, candidates: Candidates, roots: Tensor, budgets: Sequence[int]
@@ -151,40 +139,6 @@ class ReferenceOps:
     def commit_kv(self, caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
         for cache in caches:
             cache[target] = cache[source]  # indexing copies: all is read before the first write
-
-
-def _topk_tokens(rows: Tensor, k: int) -> Tensor:
-    """The k best columns of [M, V] (no NaN), value descending, then column ascending: [M, k] int64.
-
-    torch.topk picks any of equal values, in any order. Both are put right afterwards.
-    """
-    if k == 0:
-        return rows.new_zeros(len(rows), 0, dtype=torch.int64)
-    best = rows.topk(k, dim=1)
-    kth = best.values[:, -1:]
-    token = best.indices
-    ambiguous = (rows == kth).sum(dim=1) > (best.values == kth).sum(dim=1)
-    if ambiguous.any():
-        token[ambiguous] = _first_columns(rows[ambiguous], kth[ambiguous], k)
-    token = token.sort(dim=1).values
-    order = rows.gather(1, token).sort(dim=1, descending=True, stable=True).indices
-    return token.gather(1, order)
-
-
-def _first_columns(rows: Tensor, kth: Tensor, k: int) -> Tensor:
-    """All columns above the k-th value [M, 1], then the first of those equal to it: k a row."""
-    size = rows.shape[1]
-    column = torch.arange(size, dtype=torch.int32, device=rows.device)
-    precedence = torch.where(rows > kth, column - size, column).masked_fill(rows < kth, size)
-    chosen = precedence.topk(k, dim=1, largest=False).values
-    return torch.where(chosen < 0, chosen + size, chosen).long()
-
-
-def _quantise(logprob: Tensor) -> Tensor:
-    """core.tree.quantise on a device: a float32 times a power of two is exact."""
-    absent = logprob.isnan() | logprob.isneginf()
-    clamped = logprob.nan_to_num(0.0).clamp(MIN_LOGPROB, 0.0)
-    return torch.round(clamped * 2**FRACTION_BITS).int().masked_fill(absent, ABSENT)
 
 
 def _roots_alone(roots: Tensor) -> DraftTrees:

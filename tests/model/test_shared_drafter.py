@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from kdray.core.plan import Candidates
-from kdray.core.tree import ABSENT, FRACTION_BITS, MIN_LOGPROB
+from kdray.core.tree import FRACTION_BITS
 from kdray.errors import ConfigError
 from kdray.kernels.ops import load_ops
 from kdray.model.drafter import DFlashDrafter
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
-from kdray.model.target_tables import merge_best, weight_of
 from tests.model.draft_rounds import Rounds
 from tests.model.test_drafter import FITTING, device_state
 from tests.model.tiny import save_plain
@@ -127,69 +126,3 @@ def test_what_does_not_split_is_refused(tmp_path: Path, target_folder: Path, fie
     half = TargetModel.load(target_folder, ops=OPS, shard=Shard(0, 2))
     with pytest.raises(ConfigError, match="2 ranks cannot share the drafter evenly"):
         DFlashDrafter.load(folder, half, ops=OPS, candidates=4, page_size=4, num_pages=8)
-
-
-def parts_of(logits: torch.Tensor, parts: int, k: int) -> tuple[torch.Tensor, ...]:
-    """What each part finds by itself, as merge_best takes it."""
-    pieces = logits.chunk(parts, dim=1)
-    best = [OPS.topk_logprob(piece, k) for piece in pieces]
-    token = [token + i * pieces[0].shape[1] for i, (token, _) in enumerate(best)]
-    weight = [weight_of(piece, *found)[:, 0] for piece, found in zip(pieces, best, strict=True)]
-    return (
-        torch.stack(token, 1),
-        torch.stack([score for _, score in best], 1),
-        torch.stack(weight, 1),
-    )
-
-
-@pytest.mark.parametrize(("parts", "k"), [(1, 4), (2, 8), (8, 5)])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
-def test_the_best_of_the_parts_are_the_best_of_all(parts: int, k: int, spread: float) -> None:
-    """But for what is nearer than the fixed point tells apart, or as good as impossible."""
-    generator = torch.Generator().manual_seed(parts)
-    logits = spread * torch.randn(7, 96, generator=generator)
-    token, score = merge_best(*parts_of(logits, parts, k))
-    wanted = OPS.topk_logprob(logits, k)
-    logprob = logits.log_softmax(1).clamp_min(MIN_LOGPROB)
-    found, best = (logprob.gather(1, t.long()) for t in (token, wanted[0]))
-    torch.testing.assert_close(found, best, atol=8 * UNIT, rtol=1e-6)
-    assert (score - wanted[1]).abs().max() <= 8 + spread  # rounded twice, of float32 sums
-    assert all(len(set(row)) == k for row in token.tolist())
-
-
-def test_ties_go_to_the_smaller_token_and_absent_ones_come_last() -> None:
-    logits = torch.full((2, 16), -torch.inf)
-    logits[0, [3, 6, 9, 14]] = 1.0
-    logits[1, 13] = -2.0
-    token, score = merge_best(*parts_of(logits, 4, 3))
-    assert token[0].tolist() == [3, 6, 9]
-    assert (score[0] == score[0, 0]).all()
-    assert token[1, 0] == 13 and score[1, 0] == 0
-    assert (score[1, 1:] == ABSENT).all()
-
-
-def test_a_part_weighs_what_its_logits_sum_up_to() -> None:
-    for spread in (0.01, 1.0, 30.0):
-        logits = spread * torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
-        weight = weight_of(logits, *OPS.topk_logprob(logits, 2))
-        torch.testing.assert_close(weight[:, 0], logits.logsumexp(1), atol=UNIT, rtol=1e-6)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_logits_without_a_number_spoil_no_others(parts: int) -> None:
-    """NaN as -inf and +inf as the largest number, in any part, as one rank takes them."""
-    logits = torch.randn(7, 96, generator=torch.Generator().manual_seed(2))
-    logits[0] = torch.nan
-    logits[1, 5] = torch.nan
-    logits[2, 70] = torch.inf
-    logits[3, :48] = -torch.inf
-    logits[4] = -torch.inf
-    logits[5, :50] = torch.nan
-    logits[6] = torch.inf
-    token, score = merge_best(*parts_of(logits, parts, 4))
-    wanted, best = OPS.topk_logprob(logits, 4)
-    assert torch.equal(score == ABSENT, best == ABSENT)
-    assert ((score - best).abs()[best != ABSENT] <= 8).all()
-    first = 1 if parts > 1 else 4  # beside +inf all else is as good as impossible
-    assert torch.equal(token[[1, 3, 5]], wanted[[1, 3, 5]])
-    assert torch.equal(token[[2, 6], :first], wanted[[2, 6], :first])
