@@ -14,7 +14,7 @@ from kdray.core.request import SamplingParams
 from kdray.kernels import selftest_experts, selftest_products
 from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
 from kdray.kernels.latent_rows import is_fp8
-from kdray.kernels.ops import Ops, SamplingRows
+from kdray.kernels.ops import Ops, PartialTopk, SamplingRows
 from kdray.kernels.reference import ReferenceOps
 from kdray.kernels.round_ops import DrawRows, RoundOps, SlotState
 from kdray.kernels.selftest_inputs import CACHED, DEPTH, NODES, RANKS, REQUESTS, Inputs
@@ -43,6 +43,28 @@ def _topk(ops: Ops, given: Inputs) -> Outputs:
     logits = given.drawn(4, REQUESTS, given.sizes.vocab)
     token, score = ops.topk_logprob(logits, min(RANKS, given.sizes.vocab))
     return token, Tokens(score)
+
+
+def _topk_shard(ops: Ops, given: Inputs) -> Outputs:
+    part = _shards(ops, given)[1]
+    return part.value, part.id
+
+
+def _merged_topk(ops: Ops, given: Inputs) -> Outputs:
+    parts = _shards(ops, given)
+    value, ids, mass = (
+        torch.stack([getattr(part, field.name) for part in parts]) for field in fields(PartialTopk)
+    )
+    token, score = ops.merge_topk(PartialTopk(value=value, id=ids, mass=mass))
+    return token, Tokens(score)
+
+
+def _shards(ops: Ops, given: Inputs) -> list[PartialTopk]:
+    """Of both halves of the vocabulary."""
+    half = given.sizes.vocab // 2
+    pieces = given.drawn(4, REQUESTS, 2 * half).split(half, dim=1)
+    k = min(RANKS, half)
+    return [ops.topk_partial(x.float(), k, i * half) for i, x in enumerate(pieces)]
 
 
 def _trees(ops: Ops, given: Inputs) -> Outputs:
@@ -226,6 +248,8 @@ def _advance(ops: RoundOps, given: Inputs) -> Outputs:
 
 CASES: dict[str, Case] = {
     "topk_logprob": _topk,
+    "topk_partial": _topk_shard,
+    "merge_topk": _merged_topk,
     "build_trees": _trees,
     "rope_cache": _rope,
     "verify_attention": _attention,
