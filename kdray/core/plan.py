@@ -22,6 +22,7 @@ from kdray.core.request import SamplingParams
 
 Array = Any  # numpy.ndarray in core's own tests, torch.Tensor in the engine
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +57,11 @@ class PlannedRequest:
     def root_position(self) -> int:
         return self.num_cached + len(self.known) - 1
 
+    def slots_at(self, position: Int64Array, page_size: int) -> Int64Array:
+        """Cache slots of these positions, by the page table."""
+        pages: Int64Array = self.pages[position // page_size].astype(np.int64)
+        return pages * page_size + position % page_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
@@ -78,12 +84,25 @@ class StepPlan:
         """Whether any request runs some of its prompt, or of what it had before a preemption."""
         return any(len(r.known) > 1 or not r.samples for r in self.requests)
 
+    @property
+    def roots(self) -> Int32Array:
+        """[R]: the last known token of every request."""
+        return np.array([request.known[-1] for request in self.requests], dtype=np.int32)
+
     def row_start(self, num_nodes: Sequence[int]) -> list[int]:
         """R + 1 offsets: known rows, then draft rows, request after request."""
         starts = [0]
         for request, nodes in zip(self.requests, num_nodes, strict=True):
             starts.append(starts[-1] + len(request.known) + nodes - 1)
         return starts
+
+
+def page_table(requests: Sequence[PlannedRequest]) -> Int32Array:
+    """[R, P]; behind a request's pages stands page 0."""
+    table = np.zeros((len(requests), max(len(r.pages) for r in requests)), dtype=np.int32)
+    for row, request in zip(table, requests, strict=True):
+        row[: len(request.pages)] = request.pages
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,8 +188,7 @@ class Driver:
         self.verifiers.close()
 
     def _roots(self, plan: StepPlan) -> Tensor:
-        roots = [request.known[-1] for request in plan.requests]
-        return upload(np.array(roots, dtype=np.int32), self._device)
+        return upload(plan.roots, self._device)
 
     def _propose(self, plan: StepPlan, roots: Tensor) -> Candidates:
         if self._drafter is None or plan.max_budget == 0:

@@ -64,13 +64,9 @@ class CudaOps:
         return self._topk.topk_logprob(logits, k)
 
     def topk_partial(self, logits: Tensor, k: int, first_id: int) -> PartialTopk:
-        if k > cuda_topk.MAX_K:
-            return self._reference.topk_partial(logits, k, first_id)
         return self._topk.topk_partial(logits, k, first_id)
 
     def merge_topk(self, shards: PartialTopk) -> tuple[Tensor, Tensor]:
-        if shards.value.shape[2] > cuda_topk.MAX_K:
-            return self._reference.merge_topk(shards)
         return self._topk.merge_topk(shards.value, shards.id, shards.mass)
 
     def build_trees(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kdray.config import DraftWeightType, LoadFormat
 from kdray.core.plan import AcceptedPaths, Candidates, StepPlan
+from kdray.core.plan import page_table as planned_pages
 from kdray.core.tree import ABSENT
 from kdray.errors import CheckpointError
 from kdray.kernels.attention_batch import DraftAttentionBatch
@@ -21,7 +22,7 @@ from kdray.model.dflash import DFlashNetwork, LayerContext
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.dflash_weights import load_weights
 from kdray.model.draft_int4 import mlp_form
-from kdray.model.draft_rows import committed_rows, pages_of
+from kdray.model.draft_rows import committed_rows
 from kdray.model.parallel import Shard
 from kdray.model.target import TargetModel
 from kdray.model.target_tables import TargetTables, Vocabulary, tables_of
@@ -162,7 +163,7 @@ class DFlashDrafter:
         token, score = self._best(
             roots.to(self._device)[chosen],
             torch.from_numpy(start).to(self._device),
-            torch.from_numpy(pages_of(requests)).to(self._device),
+            torch.from_numpy(planned_pages(requests)).to(self._device),
         )
         if len(drafting) == len(plan.requests):
             return Candidates(token=token, score=score)

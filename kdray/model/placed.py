@@ -88,13 +88,19 @@ def behind_bytes() -> int:
     return max(LEAST_BEHIND_BYTES, host_bytes() // BEHIND_PART)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """ "cuda" means the current GPU to this thread, and GPU 0 to those that read for it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def threads_at(device: torch.device, most: int, name: str) -> ThreadPoolExecutor:
     """Threads that work on the device; a new thread takes GPU 0 otherwise, which may be another
-    rank's. A device without an index is the caller's current one."""
+    rank's."""
     if device.type != "cuda":
         return ThreadPoolExecutor(most, name)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return ThreadPoolExecutor(most, name, torch.cuda.set_device, (index,))
+    return ThreadPoolExecutor(most, name, torch.cuda.set_device, (with_index(device),))
 
 
 class Stage:

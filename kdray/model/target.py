@@ -22,6 +22,7 @@ from kdray.model.manifest import bytes_to_read, check_checkpoint, check_shard
 from kdray.model.mla import AttentionSplit, LatentAttention, Rows
 from kdray.model.moe import DenseMLP, MoE, PackedMoE
 from kdray.model.parallel import Collectives, Shard, SoloCollectives
+from kdray.model.placed import with_index
 from kdray.model.progress import LoadProgress
 from kdray.model.rope import Rope
 from kdray.model.weight_source import weight_source
@@ -86,7 +87,7 @@ class TargetModel:
         source = weight_source(load_format)
         checkpoint = source.open(folder, target_tensors(config))
         check_checkpoint(checkpoint, config, shard)
-        device = _with_index(torch.device(device))
+        device = with_index(torch.device(device))
         eps = NORM_EPS_QKV if norm_eps_qkv is None else norm_eps_qkv
         threads = threads or load_threads(device)
         total = bytes_to_read(checkpoint, config, shard, whole_rows=source.has_whole_rows)
@@ -194,13 +195,6 @@ class TargetModel:
     def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, E] -> [M, V / ranks] fp32: rounded to bf16, near-ties would be ties."""
         return self.ops.linear(hidden, self.head.T, dtype=torch.float32)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """ "cuda" means the current GPU to this thread, and GPU 0 to those that read for it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _check_taps(config: ModelConfig, taps: Sequence[int]) -> None:

@@ -9,13 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdray.core.plan import DraftTrees, PlannedRequest, StepPlan
+from kdray.core.plan import DraftTrees, Int64Array, PlannedRequest, StepPlan, page_table
 from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.ops import SamplingRows
 from kdray.kernels.page_tables import upload
 from kdray.model.batch import ForwardBatch
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +38,7 @@ class HostTrees:
     def of_roots(cls, plan: StepPlan) -> HostTrees:
         """Of a plan without drafts, as the host knows them: reading them back would wait for the
         rounds in front, and their time is what a prompt's launches hide in."""
-        roots = np.array([[request.known[-1]] for request in plan.requests], dtype=np.int32)
+        roots = plan.roots[:, None]
         return cls(
             token=roots,
             parent=np.full_like(roots, -1),
@@ -83,7 +81,7 @@ def lay_out(plan: StepPlan, trees: DraftTrees, page_size: int, device: torch.dev
         row_start=row_start,
         num_cached=tuple(request.num_cached for request in plan.requests),
         num_known=tuple(len(request.known) for request in plan.requests),
-        page_table=upload(_page_table(plan), device),
+        page_table=upload(page_table(plan.requests), device),
         page_size=page_size,
         mask=trees.mask,
     )
@@ -95,12 +93,6 @@ def lay_out(plan: StepPlan, trees: DraftTrees, page_size: int, device: torch.dev
         drawn_rows=upload(rows, device),
         drawn_at=(torch.from_numpy(request_index), torch.from_numpy(node_index)),
     )
-
-
-def slots_of(request: PlannedRequest, positions: Int64Array, page_size: int) -> Int64Array:
-    """Cache slots of a request's positions, by its page table."""
-    pages: Int64Array = request.pages[positions // page_size].astype(np.int64)
-    return pages * page_size + positions % page_size
 
 
 def sampling_rows(layout: StepLayout) -> SamplingRows:
@@ -127,7 +119,7 @@ def _rows_of(
     places = request.num_cached + np.arange(num_known + num_drafts, dtype=np.int64)
     positions = places.copy()
     positions[num_known:] = request.root_position + trees.depth[r, drafts]
-    return tokens, positions, slots_of(request, places, page_size)
+    return tokens, positions, request.slots_at(places, page_size)
 
 
 def _drawn(
@@ -147,14 +139,6 @@ def _drawn(
         np.concatenate([empty, *request_index]),
         np.concatenate([empty, *node_index]),
     )
-
-
-def _page_table(plan: StepPlan) -> NDArray[np.int32]:
-    width = max(len(request.pages) for request in plan.requests)
-    table = np.zeros((len(plan.requests), width), dtype=np.int32)
-    for r, request in enumerate(plan.requests):
-        table[r, : len(request.pages)] = request.pages
-    return table
 
 
 def _history(layout: StepLayout, r: int, node: int) -> tuple[list[int], list[int]] | None:

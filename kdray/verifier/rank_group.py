@@ -204,9 +204,8 @@ class RankWorker:
     def _draft(self, header: StepHeader) -> None:
         assert self._drafter is not None and header.plan is not None, "rank 0 shares its drafter"
         self._commit(header)
-        roots = [int(request.known[-1]) for request in header.plan.requests]
         with self._recorder.range("draft"):
-            self._drafter.propose(header.plan, torch.tensor(roots, dtype=torch.int32))
+            self._drafter.propose(header.plan, torch.from_numpy(header.plan.roots))
 
     def _step(self, plan: StepPlan, header: StepHeader) -> None:
         self._commit(header)

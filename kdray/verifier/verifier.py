@@ -21,7 +21,7 @@ from kdray.model.batch import ForwardBatch
 from kdray.model.target import TargetModel
 from kdray.verifier.draw import draw
 from kdray.verifier.kv_cache import KVCache
-from kdray.verifier.layout import StepLayout, lay_out, slots_of
+from kdray.verifier.layout import StepLayout, lay_out
 
 
 class Verifier:
@@ -161,8 +161,8 @@ def accepted_slots(
         places = np.arange(len(path), dtype=np.int64)
         moves = path != places
         if moves.any():
-            sources.append(slots_of(request, request.root_position + path[moves], page_size))
-            targets.append(slots_of(request, request.root_position + places[moves], page_size))
+            sources.append(request.slots_at(request.root_position + path[moves], page_size))
+            targets.append(request.slots_at(request.root_position + places[moves], page_size))
     empty = np.zeros(0, dtype=np.int64)
     return (
         torch.from_numpy(np.concatenate([empty, *sources])),
