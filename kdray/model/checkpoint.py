@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +66,15 @@ class Cut:
         step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
         for first in range(0, self.num_rows, step):
             yield range(first, min(first + step, self.num_rows))
+
+    def of_rows(self, rows: range) -> Cut:
+        """The part of these rows alone."""
+        return replace(
+            self,
+            shape=(len(rows), *self.shape[1:]) if self.shape else (),
+            start=self.start + rows.start * self.row_bytes,
+            num_rows=len(rows),
+        )
 
     def read(self, rows: range, target: Tensor) -> None:
         """Whole rows into target [len(rows) * row_bytes] uint8, on the host."""

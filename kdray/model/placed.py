@@ -37,7 +37,7 @@ class PlacedCheckpoint(Checkpoint):
 
     A thread takes BUFFERS + 1 blocks of host memory, which is pinned for a GPU.
     on_read   is told the bytes of every read, from any thread
-    threads   of its own, by which `several` reads
+    threads   of its own, which read blocks side by side: one tensor's, and many tensors'
     """
 
     def __init__(
@@ -57,20 +57,28 @@ class PlacedCheckpoint(Checkpoint):
         self._own = threading.local()
 
     def tensor(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        cut = self.cut(name, rows, cols)
-        out = torch.empty(cut.shape, dtype=cut.dtype, device=self._device)
+        return self.several([Part(name, rows, cols)])[0]
+
+    def several(self, parts: Sequence[Part]) -> list[Tensor]:
+        """tensor() of each, all their blocks side by side."""
+        cuts = [self.cut(*part) for part in parts]
+        outs = [torch.empty(cut.shape, dtype=cut.dtype, device=self._device) for cut in cuts]
+        blocks = [
+            (cut.of_rows(rows), out[rows.start : rows.stop] if cut.shape else out)
+            for cut, out in zip(cuts, outs, strict=True)
+            for rows in cut.blocks()
+        ]
+        each = map if self._pool is None else self._pool.map
+        list(each(lambda block: self._place(*block), blocks))
+        return outs
+
+    def _place(self, cut: Cut, out: Tensor) -> None:
         if self._device.type == "cpu":
             fill(cut, out)
         else:
             self._stage().fill(cut, out)
         self._behind.add(cut)
         self._on_read(cut.num_bytes)
-        return out
-
-    def several(self, parts: Sequence[Part]) -> list[Tensor]:
-        if self._pool is None:
-            return super().several(parts)
-        return list(self._pool.map(lambda part: self.tensor(*part), parts))
 
     def close(self) -> None:
         """End the threads, and give their buffers back."""

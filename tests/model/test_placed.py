@@ -162,6 +162,24 @@ def test_several_parts_come_in_their_order(folder: Path) -> None:
     assert readers and not any(reader.is_alive() for reader in readers)
 
 
+def test_one_tensor_is_read_by_all_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "BLOCK_BYTES", 1)
+    checkpoint = Checkpoint.open(folder)
+    wanted = {name: checkpoint.tensor(name) for name in ("w", "v", "s", "cube")}
+    source = PlacedCheckpoint(checkpoint, CPU, threads=4)
+    for name, tensor in wanted.items():
+        assert torch.equal(source.tensor(name), tensor)
+    all_read, read = threading.Barrier(4, timeout=30), ShardFile.read_into
+
+    def together(self: ShardFile, target: memoryview, start: int) -> None:
+        all_read.wait()
+        read(self, target, start)
+
+    monkeypatch.setattr(ShardFile, "read_into", together)
+    assert torch.equal(source.tensor("w", slice(3, 19)), wanted["w"][3:])
+    source.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_by_several_threads_is_the_same(tmp_path: Path, ranks: int) -> None:
     folder = random_kimi.write(tmp_path / "k", "--shards", "2")
