@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kdray.kernels.moe_layout import Int4, PackedExperts, pack, woven
 from kdray.model.checkpoint import Checkpoint
@@ -22,15 +23,11 @@ def read_experts(
         config.n_routed_experts, config.hidden_size, part.stop - part.start, device
     )
     for first in range(0, config.n_routed_experts, AT_A_TIME):
-        some = range(first, min(first + AT_A_TIME, config.n_routed_experts))
-        names = [f"{root}.experts.{expert}" for expert in some]
-        gate, up = (
-            _stacked(checkpoint, [f"{name}.{which}_proj" for name in names], rows=part)
-            for which in ("gate", "up")
-        )
-        down = _stacked(checkpoint, [f"{name}.down_proj" for name in names], cols=part)
-        packed.gate_up[some.start : some.stop] = pack(woven(gate, up))
-        packed.down[some.start : some.stop] = pack(down)
+        some = slice(first, min(first + AT_A_TIME, config.n_routed_experts))
+        names = [f"{root}.experts.{expert}" for expert in range(some.start, some.stop)]
+        gate, up, down = _read(checkpoint, names, part)
+        packed.gate_up[some] = pack(woven(gate, up))
+        packed.down[some] = pack(down)
     return packed
 
 
@@ -43,11 +40,20 @@ def are_packed(checkpoint: Checkpoint, config: ModelConfig, root: str) -> bool:
     )
 
 
-def _stacked(
-    checkpoint: Checkpoint, names: list[str], rows: slice | None = None, cols: slice | None = None
-) -> Int4:
-    """[n, out, in] of n linears; scales of another dtype than bf16 are rounded to it."""
-    parts = [packed_parts(name, rows, cols) for name in names]
-    tensors = checkpoint.several([part for pair in parts for part in pair])
+def _read(checkpoint: Checkpoint, names: list[str], part: slice) -> tuple[Int4, Int4, Int4]:
+    """gate, up [n, I, E] and down [n, E, I] of n experts, read side by side.
+
+    Scales of another dtype than bf16 are rounded to it.
+    """
+    cuts = {"gate": (part, None), "up": (part, None), "down": (None, part)}
+    linears = [(f"{name}.{which}_proj", *cut) for which, cut in cuts.items() for name in names]
+    tensors = checkpoint.several([half for linear in linears for half in packed_parts(*linear)])
+    each = 2 * len(names)
+    gate, up, down = (_stacked(tensors[at : at + each]) for at in range(0, 3 * each, each))
+    return gate, up, down
+
+
+def _stacked(tensors: list[Tensor]) -> Int4:
+    """Words and scales by turns, of n linears."""
     packed, scale = torch.stack(tensors[::2]), torch.stack(tensors[1::2])
     return Int4(unpack(packed), scale.to(torch.bfloat16))

@@ -68,6 +68,9 @@ class PlacedCheckpoint(Checkpoint):
             for cut, out in zip(cuts, outs, strict=True)
             for rows in cut.blocks()
         ]
+        for cut in cuts:  # a disk is busy only where it knows of many parts at a time
+            if 0 < cut.num_bytes < BLOCK_BYTES:
+                cut.stored.shard.expect(cut.start, cut.start + cut.num_bytes)
         each = map if self._pool is None else self._pool.map
         list(each(lambda block: self._place(*block), blocks))
         return outs

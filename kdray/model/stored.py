@@ -47,6 +47,11 @@ class ShardFile:
                 )
             done += got
 
+    def expect(self, start: int, end: int) -> None:
+        """Tell the system that these bytes are read next: it fetches them while others are read."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+
     def forget(self, start: int, end: int) -> None:
         """Tell the system that these bytes need not stay in its page cache."""
         if hasattr(os, "posix_fadvise"):

@@ -115,6 +115,25 @@ def test_only_what_is_needed_is_read(folder: Path, monkeypatch: pytest.MonkeyPat
     assert reads == [(start + 4 * 128, 2 * 128)]
 
 
+def test_the_system_knows_of_all_parts_before_one_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.find("w").shard.expect(0, 100)  # the system takes it
+    calls: list[tuple[int, int] | str] = []
+    monkeypatch.setattr(ShardFile, "expect", lambda _, start, end: calls.append((start, end)))
+    monkeypatch.setattr(ShardFile, "read_into", lambda _, target, start: calls.append("read"))
+    w, v = (checkpoint.find(name).start for name in "wv")
+    parts = [Part("w", slice(2, 4)), Part("w", slice(3, 3)), Part("v")]
+    monkeypatch.setattr(checkpoint_module, "refuse_broken_numbers", lambda *_: None)
+    PlacedCheckpoint(checkpoint, CPU).several(parts)
+    assert calls == [(w + 2 * 64, w + 4 * 64), (v, v + 256), "read", "read"]
+    calls.clear()
+    monkeypatch.setattr(placed, "BLOCK_BYTES", 200)
+    PlacedCheckpoint(checkpoint, CPU).several(parts)
+    assert calls == [(w + 2 * 64, w + 4 * 64), "read", "read"], "a long one is a stream by itself"
+
+
 def test_what_was_read_longest_ago_leaves_the_page_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
