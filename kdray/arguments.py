@@ -58,9 +58,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--draft-tp",
-        default=str(_DEFAULTS.draft_tp),
+        default="auto",
         metavar="N|auto",
-        help="ranks that share the drafter: 1, --tp, or auto: --tp where its sizes allow it",
+        help="ranks that share the drafter: --tp, 1, or auto: --tp where its sizes allow it",
     )
     add(
         "--load-format",

@@ -99,7 +99,7 @@ class EngineConfig:
     draft_weights       of the drafter's MLPs. "auto": as dtype; "int4": rounded at load to 4 bits
                         with a scale for every 32 inputs; a GPU in bfloat16 keeps them so, in 28 %
                         of the bytes. It changes what is drafted, never what is said
-    draft_tp            ranks that share the drafter: 1, which has rank 0 draft alone, or tp; None:
+    draft_tp            ranks that share the drafter: tp, or 1, which has rank 0 draft alone; None:
                         tp where the drafter's sizes allow it. It never changes what is said
     load_format         "auto": weights from the folders' files; "dummy": drawn by their names, for
                         folders of a config.json alone: to see speed, its text means nothing
@@ -136,7 +136,7 @@ class EngineConfig:
     dtype: DType = "auto"
     kv_dtype: KVDType = "auto"
     draft_weights: DraftWeightType = "auto"
-    draft_tp: int | None = 1
+    draft_tp: int | None = None
     load_format: LoadFormat = "auto"
     mode: Mode = "tree"
     budget: int = 16

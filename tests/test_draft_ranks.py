@@ -31,7 +31,7 @@ MATRICES = 18 * 7168 * 18432  # numbers of Kimi's drafter's MLPs
 
 
 def wish(**wishes: object) -> EngineConfig:
-    return EngineConfig(**{"device": "cpu", "draft_tp": None, **wishes})  # type: ignore[arg-type]
+    return EngineConfig(**{"device": "cpu", **wishes})  # type: ignore[arg-type]
 
 
 def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
@@ -110,9 +110,10 @@ def test_the_wish_reaches_the_config() -> None:
     def of(*words: str) -> int | None:
         return engine_config(parser.parse_args(["--tp", "2", *words])).draft_tp
 
-    assert of() == EngineConfig().draft_tp == 1, "rank 0 alone, unless told otherwise"
+    assert of() is EngineConfig().draft_tp is None, "all ranks, unless told otherwise"
     assert of("--draft-tp", "auto") is None
     assert of("--draft-tp", "2") == 2
+    assert of("--draft-tp", "1") == 1
     with pytest.raises(ConfigError, match="draft_tp must be 1 or tp"):
         of("--draft-tp", "4")
     with pytest.raises(ConfigError, match="draft-tp must be a number or 'auto', got 'all'"):

@@ -38,7 +38,6 @@ RTX = card_named("RTX PRO 6000")
 
 
 def kimi(tp: int, **wishes: object) -> Planned:
-    wishes = {"draft_tp": None, **wishes}
     config = EngineConfig(model=str(KIMI), tp=tp, **wishes)  # type: ignore[arg-type]
     model = ModelConfig.from_folder(KIMI)
     return Planned(

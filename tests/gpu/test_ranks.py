@@ -35,7 +35,6 @@ def visits_of() -> list[Visit]:
 
 
 def config_of(**wishes: object) -> EngineConfig:
-    wishes = {"draft_tp": 2, **wishes}
     return EngineConfig(device="cuda", dtype="float32", tp=2, **wishes)  # type: ignore[arg-type]
 
 

@@ -14,8 +14,7 @@ def run(*options: str) -> int:
 
 
 def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
-    drafter = str(KIMI / "drafter")
-    drafting = ("--drafter", drafter, "--draft-tp", "8")
+    drafting = ("--drafter", str(KIMI / "drafter"))
     assert run("--gpu", "RTX PRO 6000", "--tp", "8", *drafting, "--json") == 0
     out = capsys.readouterr().out
     assert "8 x RTX PRO 6000: 71.0 GiB of the target's weights a GPU (71.3 GiB with routers" in out
@@ -26,7 +25,7 @@ def test_kimi_k26_on_eight_cards(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rank_that_drafts_alone_has_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    drafting = ("--drafter", str(KIMI / "drafter"))
+    drafting = ("--drafter", str(KIMI / "drafter"), "--draft-tp", "1")
     assert run("--gpu", "RTX PRO 6000", "--tp", "8", *drafting, "--json") == 0
     out = capsys.readouterr().out
     first, other = json.loads(out.splitlines()[-1])["plans"]

@@ -28,7 +28,7 @@ LENGTH = 320
 
 
 def config_of(**wishes: object) -> EngineConfig:
-    wishes = {"max_requests": 4, "max_model_len": LENGTH, "draft_tp": None, **wishes}
+    wishes = {"max_requests": 4, "max_model_len": LENGTH, **wishes}
     return EngineConfig(device="cpu", **wishes)  # type: ignore[arg-type]
 
 
