@@ -12,10 +12,10 @@ default, the other ranks are looked for in the rank itself: all but the collecti
 --ranks N, equal to --tp, runs N processes over N GPUs; rows are rank 0's, and nothing is predicted
 or run as an engine.
 
-step     verify of trees in a CUDA graph, of prompts as the host runs them (step_rows.py says which
-         rows are whose). ms, the floor (step_floor.py), fraction = floor / ms, distinct experts a
-         layer. Over N GPUs also local_ms, the same step without collectives, and what they take
-         of ms, waiting for others included: travel_ms, travel_share
+step     verify of trees in a CUDA graph, of prompts launched kernel by kernel and as captured
+         passes (step_rows.py says which rows are whose). ms, the floor (step_floor.py), fraction =
+         floor / ms, distinct experts a layer. Over N GPUs also local_ms, the same step without
+         collectives, and what they take of ms, waiting for others included: travel_ms, travel_share
 ops      the same steps once more, profiled: milliseconds by op, over N GPUs `collectives` too
 draft    drafting alone, one block a request, where their contexts fit the KV pages
 round    the captured round and its verbs: draft, build, verify, accept, commit
@@ -44,6 +44,7 @@ from step_parts import PARTS, Bench, finish, run_parts
 from step_rank import SetUp, build_rank, temporary_folders
 from step_ranks import alone, meet, ranks_beside
 from step_rounds import engine_size
+from step_rows import WAYS
 from step_travel import Mutable
 
 from kdray.arguments import HelpFormatter
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--tokens", type=int, nargs="+", default=TOKENS, help="rows of a step")
     add("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens cached, a request")
-    add("--ways", nargs="+", choices=["tree", "prompt"], default=["tree", "prompt"])
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add("--layers", type=int, help="of the target; all 61 if not given")
     add("--tiny", action="store_true", help="small widths, for machines without a GPU")
     add("--tp", type=int, default=8, help="ranks that the model is split over")

@@ -26,11 +26,12 @@ from step_rounds import (
     engine_size,
     round_times,
 )
-from step_rows import StepCase, cases, fits, refuse_broken, step_of
+from step_rows import StepCase, cases, fits, refuse_broken, seen_of, step_of
 from step_time import as_metrics, distinct_experts, profiled, replayed, spans_ms, time_by_op
 from step_travel import Mutable, local_step, travel
 
 from kdray.core.acceptance import AcceptanceProfile
+from kdray.model.mla import EXPAND_FROM_ROWS
 
 PARTS = ("engine", "round", "draft", "step", "ops", "predict")  # in turn: the few first
 MOST_REPEATS_MS = 600.0  # of a row's timed runs
@@ -123,7 +124,7 @@ def step_row(bench: Bench, case: StepCase) -> None:
     began = time.perf_counter()
     call = step_of(rank, case)
     with rank.ops.watch() as chosen:
-        refuse_broken(call())
+        refuse_broken(seen_of(rank, case, call)())
     distinct = distinct_experts(chosen)
     run = replayed(call, rank.device) if case.way == "tree" else call
     seconds = time.perf_counter() - began
@@ -133,9 +134,9 @@ def step_row(bench: Bench, case: StepCase) -> None:
         tokens=case.tokens,
         requests=case.requests,
         cached=case.context,
-        drawn=1 if case.way == "prompt" else case.tokens,
+        drawn=case.tokens if case.way == "tree" else 1,
         distinct=sum(distinct),
-        expanded=case.way == "prompt",
+        expanded=case.way == "prompt" and case.tokens >= EXPAND_FROM_ROWS,
     )
     works = step_work(rank.model, cache, rows)
     floor = floor_ms(works, bench.ceilings)

@@ -20,16 +20,20 @@ from step_ranks import Loopback
 from step_rows import pages_of, running_state
 from step_time import distinct_experts, replayed, spans_ms
 
+from kdray.config import EngineConfig
 from kdray.core.buckets import Buckets
 from kdray.core.plan import RoundOrder
 from kdray.core.request import SamplingParams
 from kdray.driver.device_round import DeviceRound, RoundParts
 from kdray.driver.stages import VERBS
-from kdray.engine import assemble, make_request
+from kdray.engine import assemble, make_request, round_sizes
+from kdray.engine_rounds import capture_prompts, prompt_passes
+from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
 from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
+from kdray.verifier.verifier import Verifier
 
 REPLAYS = 10
 ROOM = 256  # positions that the replays of a round may gain
@@ -125,9 +129,10 @@ def engine_round(
     """
     config = replace(rank.config, max_requests=requests, budget=budget)
     start = time.perf_counter()
-    engine = assemble(
-        config, rank.facts, rank.ops, rank.drafter, LocalGroup(rank.verifier), rank.round_ops  # type: ignore[arg-type]
-    )  # fmt: skip
+    verifier, pool = with_passes(rank, config), shared_pool(rank.device)
+    capture_prompts(verifier, rank.device, pool)
+    group = LocalGroup(verifier)
+    engine = assemble(config, rank.facts, rank.ops, rank.drafter, group, rank.round_ops, pool)  # type: ignore[arg-type]
     captured = time.perf_counter()
     driver = engine.driver
     sampling = SamplingParams(max_tokens=8 * (WARM_STEPS + ENGINE_STEPS), ignore_eos=True)
@@ -165,6 +170,13 @@ def engine_round(
         metrics |= inside(decoder, case, step_ms)
     driver.close()
     return spans, metrics
+
+
+def with_passes(rank: Rank, config: EngineConfig) -> Verifier:
+    """The rank's verifier as an engine has it, with passes over prompts."""
+    own, facts = rank.verifier, rank.facts
+    passes = prompt_passes(config, facts, own.model, own.cache, round_sizes(config, facts))
+    return Verifier(own.model, own.cache, rank.ops, round_ops=rank.round_ops, prompts=passes)  # type: ignore[arg-type]
 
 
 class _Marks:
@@ -222,7 +234,7 @@ def _follow(rank: Rank, case: RoundCase, repeats: int) -> None:
         drafter=None if case.mode == "plain" else rank.drafter,
     )
     if rank.device.type == "cuda":
-        rounds.capture()
+        rounds.capture(shared_pool(rank.device))
     order = RoundOrder(
         size=(case.requests, case.nodes),
         slot=np.arange(case.requests, dtype=np.int32),

@@ -1,9 +1,9 @@
-"""The steps that are timed: trees in a captured graph, and prompts as the host runs them.
+"""The steps that are timed: trees in a captured graph, and prompts both ways.
 
 A tree step is what a device round calls `verify`, on the product's own trees; up to 65 rows are one
 request's tree. More rows are those of several requests, MANY_REQUESTS, or fewer where their
 contexts would not fit the KV pages together. From PROMPT_ROWS rows on the same number is also run
-as a chunk of one prompt, which no engine captures.
+as a chunk of one prompt, launched kernel by kernel and, where an engine would, as a captured pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from step_rank import Rank
 from torch import Tensor
 
+from kdray.core.buckets import MOST_PROMPT_ROWS
 from kdray.core.plan import (
     Candidates,
     DeviceVerified,
@@ -28,21 +29,27 @@ from kdray.core.plan import (
 )
 from kdray.core.request import SamplingParams
 from kdray.driver.running import Placement, RunningState
+from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
+from kdray.model.mla import EXPAND_FROM_ROWS
+from kdray.verifier.prompt_passes import MOST_LONG_PAIRS, PromptPasses
+from kdray.verifier.verifier import Verifier
 
 Int32Array = NDArray[np.int32]
 
+WAYS = ("tree", "prompt", "pass")
 ONE_TREE = 65
 MANY_REQUESTS = {128: 8, 512: 32, 2048: 64}
 ROWS_A_REQUEST = 16  # of other numbers of rows
-PROMPT_ROWS = 512
+PROMPT_ROWS = 64
 SPREAD = 4.0  # of the drafter's logits: trees neither chains nor flat
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCase:
-    """One row of the table. way: "tree" or "prompt"; context: tokens cached, a request."""
+    """One row of the table. way: "tree", "prompt" or "pass", a prompt's captured; context: tokens
+    cached, a request."""
 
     way: str
     tokens: int
@@ -64,8 +71,19 @@ def cases(
                 requests = requests_of(rows, context, rank.facts.num_pages, rank.config.page_size)
                 yield StepCase(way="tree", tokens=rows, context=context, requests=requests)
         for rows in tokens:
-            if "prompt" in ways and rows >= PROMPT_ROWS:
-                yield StepCase(way="prompt", tokens=rows, context=context, requests=1)
+            for way in WAYS[1:]:
+                if (
+                    way in ways
+                    and rows >= PROMPT_ROWS
+                    and (way == "prompt" or passes(rows, context))
+                ):
+                    yield StepCase(way=way, tokens=rows, context=context, requests=1)
+
+
+def passes(rows: int, context: int) -> bool:
+    """Whether an engine has a pass for such a chunk."""
+    is_long = rows >= EXPAND_FROM_ROWS and rows * (context + rows) > MOST_LONG_PAIRS
+    return rows <= MOST_PROMPT_ROWS and not is_long
 
 
 def requests_of(tokens: int, context: int, num_pages: int, page_size: int) -> int:
@@ -87,7 +105,17 @@ def fits(rank: Rank, requests: int, positions: int) -> bool:
 
 
 def step_of(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified | Verified]:
-    return tree_step(rank, case) if case.way == "tree" else prompt_step(rank, case)
+    if case.way == "tree":
+        return tree_step(rank, case)
+    verifier = rank.verifier if case.way == "prompt" else with_pass(rank, case)
+    return prompt_step(rank, case, verifier)
+
+
+def seen_of(
+    rank: Rank, case: StepCase, call: Callable[[], DeviceVerified | Verified]
+) -> Callable[[], DeviceVerified | Verified]:
+    """The same rows launched kernel by kernel: what the routers choose in a replay is not told."""
+    return step_of(rank, replace(case, way="prompt")) if case.way == "pass" else call
 
 
 def tree_step(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified]:
@@ -98,7 +126,23 @@ def tree_step(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified]:
     return lambda: rank.verifier.verify_on_device(trees, position, rows)
 
 
-def prompt_step(rank: Rank, case: StepCase) -> Callable[[], Verified]:
+def with_pass(rank: Rank, case: StepCase) -> Verifier:
+    """The rank's verifier with a captured pass for the case."""
+    own, page_size = rank.verifier, rank.config.page_size
+    prompts = PromptPasses(
+        own.model,
+        own.cache,
+        prefill_chunk=case.tokens,
+        requests=1,
+        pages=-(-(case.context + case.tokens) // page_size),
+        spare_slot=rank.facts.num_pages * page_size,
+    )
+    if rank.device.type == "cuda":
+        prompts.capture(shared_pool(rank.device))
+    return Verifier(own.model, own.cache, rank.ops, draws=rank.shard.rank == 0, prompts=prompts)  # type: ignore[arg-type]
+
+
+def prompt_step(rank: Rank, case: StepCase, verifier: Verifier) -> Callable[[], Verified]:
     """Verifier.verify of the last chunk of a prompt."""
     generator = np.random.default_rng(case.tokens)
     known = generator.integers(0, rank.num_tokens, case.tokens).astype(np.int32)
@@ -119,7 +163,7 @@ def prompt_step(rank: Rank, case: StepCase) -> Callable[[], Verified]:
     roots = torch.tensor([int(known[-1])], dtype=torch.int32, device=rank.device)
     empty = roots.new_zeros(1, 0, 0)
     trees = rank.ops.build_trees(Candidates(token=empty, score=empty), roots, [0])
-    return lambda: rank.verifier.verify(plan, trees)
+    return lambda: verifier.verify(plan, trees)
 
 
 def refuse_broken(verified: DeviceVerified | Verified) -> None:

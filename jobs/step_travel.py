@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from step_rank import Rank
 from step_ranks import Loopback
-from step_rows import StepCase, step_of
+from step_rows import StepCase, seen_of, step_of
 from step_time import distinct_experts, replayed, spans_ms
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def local_step(
     with collectives.left_out():
         call = step_of(rank, case)
         with rank.ops.watch() as chosen:
-            call()
+            seen_of(rank, case, call)()
         distinct = distinct_experts(chosen)
         run = replayed(call, rank.device) if case.way == "tree" else call
         return spans_ms(run, rank.device, repeats), sum(distinct) / max(1, len(distinct))

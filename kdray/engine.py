@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kdray.config import EngineConfig
 from kdray.core.budget import Speculation
@@ -21,10 +22,18 @@ from kdray.driver.driver import Driver
 from kdray.driver.running import RunningState, on_device
 from kdray.driver.scheduler import Limits, Scheduler
 from kdray.engine_drafter import leading_drafter, load_drafter
-from kdray.engine_rounds import RoundSizes, ahead_decoder, can_run_ahead, follower_rounds
+from kdray.engine_rounds import (
+    RoundSizes,
+    ahead_decoder,
+    can_run_ahead,
+    capture_prompts,
+    follower_rounds,
+    prompt_passes,
+)
 from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
 from kdray.kernel_sizes import kernel_sizes
+from kdray.kernels.graphs import shared_pool
 from kdray.kernels.ops import Ops, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
 from kdray.kernels.selftest import check_kernels
@@ -52,6 +61,7 @@ __all__ = [
     "build_verifier",
     "make_request",
     "resolve",
+    "round_sizes",
 ]
 
 MakeGroup = Callable[[Verifier], VerifierGroup]
@@ -113,10 +123,15 @@ def build_verifier(
         row=facts.kv_row,
         device=facts.device,
     )
+    prompts = None
+    if round_ops is not None:
+        prompts = prompt_passes(config, facts, model, cache, round_sizes(config, facts))
     draws, profile = shard.rank == 0, facts.acceptance
     if profile is None:
-        return Verifier(model, cache, ops, draws=draws, round_ops=round_ops)
-    return SyntheticVerifier(model, cache, ops, profile=profile, draws=draws, round_ops=round_ops)
+        return Verifier(model, cache, ops, draws=draws, round_ops=round_ops, prompts=prompts)
+    return SyntheticVerifier(
+        model, cache, ops, profile=profile, draws=draws, round_ops=round_ops, prompts=prompts
+    )
 
 
 def _check_kernels(
@@ -160,8 +175,11 @@ def build_engine(
         config, facts, ops, shard=shard, collectives=collectives, taps=taps, round_ops=round_ops
     )
     part = load_drafter(config, facts, ops, verifier.model)
+    pool = shared_pool(facts.device)
+    capture_prompts(verifier, facts.device, pool)
     group = make_group(verifier)
-    return assemble(config, facts, ops, leading_drafter(facts, part, group), group, round_ops)
+    drafter = leading_drafter(facts, part, group)
+    return assemble(config, facts, ops, drafter, group, round_ops, pool)
 
 
 def build_follower(
@@ -191,10 +209,9 @@ def build_follower(
     drafter = load_drafter(config, facts, ops, verifier.model) if is_shared else None
     if round_ops is None:
         return Follower(verifier=verifier, drafter=drafter, rounds=None)
-    speculation = _speculation(config, draft.block_size - 1 if draft else None)
-    scheduler = _scheduler(config, facts, speculation, runs_ahead=True)
-    sizes = RoundSizes.of(scheduler, speculation)
-    rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device, drafter)
+    pool, sizes = shared_pool(facts.device), round_sizes(config, facts)
+    capture_prompts(verifier, facts.device, pool)
+    rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device, drafter, pool)
     return Follower(verifier=verifier, drafter=drafter, rounds=rounds)
 
 
@@ -205,10 +222,12 @@ def assemble(
     drafter: Drafter | None,
     verifiers: VerifierGroup,
     round_ops: RoundOps | None = None,
+    pool: Any = None,
 ) -> Engine:
     """The driver above a group of verifiers and a drafter (None: plain decoding).
 
     round_ops   for device rounds; the group and the drafter then take part in them
+    pool        for their graphs (kernels.graphs.shared_pool); None: one of their own
     """
     if facts.acceptance is not None:
         _log.warning("synthetic acceptance: drafts hold by chance, the text is not the model's")
@@ -226,7 +245,9 @@ def assemble(
             state=RunningState(sizes.page_tables(facts.device)),
             depth=sizes.depth,
         )
-        decoder = ahead_decoder(parts, sizes, speculation.candidates_kept)
+        decoder = ahead_decoder(
+            parts, sizes, speculation.candidates_kept, pool or shared_pool(facts.device)
+        )
     driver = Driver(
         verifiers=verifiers,
         drafter=drafter,
@@ -237,6 +258,13 @@ def assemble(
         decoder=decoder,
     )
     return Engine(facts=facts, driver=driver, speculation=speculation)
+
+
+def round_sizes(config: EngineConfig, facts: EngineFacts) -> RoundSizes:
+    """What the device rounds of an engine are made for; the same on all ranks."""
+    draft = facts.draft_config() if config.mode != "plain" else None
+    speculation = _speculation(config, draft.block_size - 1 if draft else None)
+    return RoundSizes.of(_scheduler(config, facts, speculation, runs_ahead=True), speculation)
 
 
 def _speculation(config: EngineConfig, depth: int | None) -> Speculation:

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,15 +19,20 @@ from kdray.driver.running import on_device
 from kdray.driver.scheduler import Scheduler
 from kdray.errors import ConfigError
 from kdray.facts import EngineFacts
+from kdray.kernels.cuda_attention import takes_sizes
 from kdray.kernels.cuda_round import beyond_kernels
 from kdray.kernels.page_tables import PageTables
 from kdray.kernels.round_ops import RoundOps
 from kdray.model.drafter import DeviceDrafter
 from kdray.model.parallel import Collectives
+from kdray.model.target import TargetModel
 from kdray.verifier.follower import FollowerRounds
+from kdray.verifier.kv_cache import KVCache
+from kdray.verifier.prompt_passes import PromptPasses
 from kdray.verifier.verifier import Verifier
 
 PROGRESS_WIDTH = 30
+MIB = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -87,17 +93,47 @@ def can_run_ahead(config: EngineConfig, facts: EngineFacts) -> bool:
     return reason is None
 
 
-def ahead_decoder(parts: RoundParts, sizes: RoundSizes, candidates: int) -> AheadDecoder:
+def prompt_passes(
+    config: EngineConfig, facts: EngineFacts, model: TargetModel, cache: KVCache, sizes: RoundSizes
+) -> PromptPasses | None:
+    """A rank's steps of prompts that need few launches; None where a graph could not hold them."""
+    latent, rope = facts.model.kv_lora_rank, facts.model.qk_rope_head_dim
+    if facts.device.type == "cuda" and not takes_sizes(
+        facts.dtype, latent, rope, config.page_size, facts.kv_row.is_fp8
+    ):
+        return None  # what serves such sizes reads the batch on the host
+    return PromptPasses(
+        model,
+        cache,
+        prefill_chunk=config.prefill_chunk,
+        requests=sizes.slots,
+        pages=sizes.pages,
+        spare_slot=sizes.spare_page * sizes.page_size,
+    )
+
+
+def capture_prompts(verifier: Verifier, device: torch.device, pool: Any) -> None:
+    """On GPUs, while every other rank does so; pool: kernels.graphs.shared_pool."""
+    if verifier.prompts is None or device.type != "cuda":
+        return
+    start = time.perf_counter()
+    with on_device(device):
+        taken = verifier.prompts.capture(pool)
+    seconds = time.perf_counter() - start
+    _log.info("captured the prompts' passes in %.1f s; they take %.0f MiB", seconds, taken / MIB)
+
+
+def ahead_decoder(parts: RoundParts, sizes: RoundSizes, candidates: int, pool: Any) -> AheadDecoder:
     """Rank 0's rounds, of `candidates` at every depth of a tree; on a GPU captured."""
     decoder = AheadDecoder(parts, sizes.buckets, candidates)
     device = parts.state.slots.root.device
     if device.type == "cuda":
         start = time.perf_counter()
         with on_device(device):
-            taken = decoder.capture(_show_progress)
+            taken = decoder.capture(pool, _show_progress)
         seconds = time.perf_counter() - start
         free, total = torch.cuda.mem_get_info(device)
-        _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / 2**20)
+        _log.info("captured the rounds in %.1f s; they take %.0f MiB", seconds, taken / MIB)
         _log.info("%.2f GiB of the card's %.2f are free now", free / 2**30, total / 2**30)
     return decoder
 
@@ -109,6 +145,7 @@ def follower_rounds(
     sizes: RoundSizes,
     device: torch.device,
     drafter: DeviceDrafter | None,
+    pool: Any,
 ) -> FollowerRounds:
     """Any other rank's; on a GPU captured, which ends when rank 0 has captured its own."""
     tables = sizes.page_tables(device)
@@ -123,7 +160,7 @@ def follower_rounds(
     )
     if device.type == "cuda":
         with on_device(device):
-            rounds.capture()
+            rounds.capture(pool)
     return rounds
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kdray.config import EngineConfig
-from kdray.core.buckets import Buckets
+from kdray.core.buckets import Buckets, prompt_sizes
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.mla import EXPAND_FROM_ROWS, ROW_BLOCK_FUSED, key_block
@@ -41,16 +41,32 @@ class StepMemory:
 
     @property
     def graphs(self) -> int:
-        """Every round that is captured, by its kernels, and the pool that their arrays share.
+        """Every round and every pass over prompts that is captured, by its kernels, and the pool
+        that their arrays share.
 
-        Ranks deal the rows of a round's logits out, so each holds its part of them.
+        Ranks deal the rows of a round's logits out, so each holds its part of them. Of a pass its
+        output stays.
         """
         buckets = Buckets.of(self.config.max_requests, self.config.budget)
         rounds = len(buckets.requests) * len(buckets.num_nodes)
         layers = self.model.num_hidden_layers + (len(self.drafter.layers) if self.drafter else 0)
         nodes = rounds * (layers * NODES_A_LAYER + NODES_A_ROUND) * GRAPH_NODE_BYTES
         logits = self._drawn_bytes(-(-self._drawn // self.config.tp))
-        return nodes + self._layer_bytes(self._drawn) + max(logits, self._draft_logits)
+        round_holds = self._layer_bytes(self._drawn) + max(logits, self._draft_logits)
+        pass_holds = self._layer_bytes(prompt_sizes(self.config.prefill_chunk)[-1])
+        return nodes + self._prompt_passes + max(round_holds, pass_holds)
+
+    @property
+    def _prompt_passes(self) -> int:
+        """Their kernels and outputs."""
+        sizes, layers = prompt_sizes(self.config.prefill_chunk), self.model.num_hidden_layers
+        nodes = len(sizes) * layers * NODES_A_LAYER * GRAPH_NODE_BYTES
+        kept = sum(sizes) * (1 + self._taps) * self.model.hidden_size * self.dtype.itemsize
+        return nodes + kept
+
+    @property
+    def _taps(self) -> int:
+        return len(self.drafter.target_layer_ids) if self.drafter else 0
 
     @property
     def _drawn(self) -> int:
@@ -74,11 +90,10 @@ class StepMemory:
         heads = model.num_attention_heads // ranks
         attention = heads * (model.qk_head_dim + 2 * model.kv_width + 2 * model.v_head_dim)
         inner = max(model.intermediate_size, model.moe_intermediate_size) // ranks
-        taps = len(self.drafter.target_layer_ids) if self.drafter else 0
         layer = max(
             attention, 3 * inner, 3 * model.num_experts_per_tok * model.hidden_size
         )  # a row's experts: their outputs, weighed in fp32
-        numbers = rows * (layer + (6 + 2 * taps) * model.hidden_size)
+        numbers = rows * (layer + (6 + 2 * self._taps) * model.hidden_size)
         return (numbers + self._unpacked_experts(rows)) * self.dtype.itemsize
 
     def _unpacked_experts(self, rows: int) -> int:

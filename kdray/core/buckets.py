@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BucketSize = tuple[int, int]  # requests, nodes
+LEAST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +30,13 @@ class Buckets:
     def sizes(self) -> list[BucketSize]:
         """Largest first: the order in which they are made."""
         return sorted(((r, n) for r in self.requests for n in self.num_nodes), reverse=True)
+
+
+def prompt_sizes(prefill_chunk: int) -> tuple[int, ...]:
+    """Rows that steps of prompts are made for, ascending: powers of two, and a chunk at last.
+
+    A step of more rows than MOST_PROMPT_ROWS takes a GPU longer than a host its launches.
+    """
+    most = min(prefill_chunk, MOST_PROMPT_ROWS)
+    powers = (1 << k for k in range(most.bit_length()))
+    return (*(size for size in powers if LEAST_PROMPT_ROWS <= size < most), most)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +65,9 @@ class AheadDecoder:
         ]
         self._launched = 0
 
-    def capture(self, progress: Progress) -> int:
+    def capture(self, pool: Any, progress: Progress) -> int:
         """Record every round as a CUDA graph, largest first; returns the bytes this took."""
         before = torch.cuda.memory_reserved(self._device)
-        pool = torch.cuda.graph_pool_handle()
         gc.collect()  # what is freed on the device while a graph is recorded would break it
         for done, size in enumerate(self._buckets.sizes()):
             progress(done, len(self._rounds))

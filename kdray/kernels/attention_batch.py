@@ -58,6 +58,25 @@ class DeviceAttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DevicePromptBatch:
+    """Who may see whom among known tokens alone, whose numbers a graph reads anew: T rows.
+
+    Request r has rows row_start[r] .. row_start[r + 1]. The first num_known[r] are real: row i is
+    at cache position num_cached[r] + i and sees every position up to that. The others give 0.
+
+    row_start   [R + 1] int32, T at last      num_cached, num_known   [R] int32
+    page_table  [R, P] int32
+    """
+
+    row_start: Tensor
+    num_cached: Tensor
+    num_known: Tensor
+    page_table: Tensor
+    page_size: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DraftAttentionBatch:
     """What the blocks of R requests see, S slots each.
 
@@ -75,3 +94,6 @@ class DraftAttentionBatch:
     page_size: int
     causal: bool
     window: int | None
+
+
+AnyAttentionBatch = AttentionBatch | DeviceAttentionBatch | DevicePromptBatch

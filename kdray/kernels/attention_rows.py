@@ -8,7 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_batch import (
+    AttentionBatch,
+    DeviceAttentionBatch,
+    DevicePromptBatch,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,8 +67,10 @@ class AttentionRows:
         )
 
     @classmethod
-    def of_device(cls, batch: DeviceAttentionBatch) -> AttentionRows:
-        """Trees of one root and N nodes each; nothing is read back."""
+    def of_device(cls, batch: DeviceAttentionBatch | DevicePromptBatch) -> AttentionRows:
+        """Trees of one root and N nodes each, or known tokens alone; nothing is read back."""
+        if isinstance(batch, DevicePromptBatch):
+            return cls._of_prompts(batch)
         requests, nodes, _ = batch.mask.shape
         device = batch.mask.device
         return cls(
@@ -76,6 +82,21 @@ class AttentionRows:
             page_size=batch.page_size,
             mask=batch.mask.contiguous(),
             rows_cap=nodes,
+        )
+
+    @classmethod
+    def _of_prompts(cls, batch: DevicePromptBatch) -> AttentionRows:
+        """The last known token is a tree's only node."""
+        alone = torch.ones_like(batch.num_known)
+        return cls(
+            row_start=batch.row_start,
+            num_cached=batch.num_cached,
+            num_known=batch.num_known,
+            num_nodes=alone,
+            page_table=batch.page_table,
+            page_size=batch.page_size,
+            mask=alone.view(-1, 1, 1),
+            rows_cap=batch.num_rows,
         )
 
 

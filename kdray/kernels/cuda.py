@@ -27,7 +27,7 @@ from kdray.kernels import (
     cuda_topk,
     cuda_trees,
 )
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import AnyAttentionBatch, DraftAttentionBatch
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import CudaGemm
@@ -85,7 +85,7 @@ class CudaOps:
         self,
         query: Tensor,
         cache: Tensor,
-        batch: AttentionBatch | DeviceAttentionBatch,
+        batch: AnyAttentionBatch,
         scale: float,
         latent_dim: int,
     ) -> Tensor:

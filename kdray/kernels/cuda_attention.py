@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels import latent_rows
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_batch import AnyAttentionBatch, AttentionBatch
 from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_plan import MAX_BLOCKS, AttentionPlanner, AttentionSchedule
@@ -40,14 +40,14 @@ class CudaAttention:
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
         # Every layer of a step attends alike: what the layers share is laid out once a batch.
         self._laid_out: WeakKeyDictionary[
-            AttentionBatch | DeviceAttentionBatch, tuple[AttentionRows, AttentionSchedule]
+            AnyAttentionBatch, tuple[AttentionRows, AttentionSchedule]
         ] = WeakKeyDictionary()
 
     def verify_attention(
         self,
         query: Tensor,
         cache: Tensor,
-        batch: AttentionBatch | DeviceAttentionBatch,
+        batch: AnyAttentionBatch,
         scale: float,
         latent_dim: int,
     ) -> Tensor:
@@ -112,10 +112,10 @@ class CudaAttention:
             overlap=True,
         )
 
-    def _lay_out(self, batch: AttentionBatch | DeviceAttentionBatch) -> AttentionRows:
-        if isinstance(batch, DeviceAttentionBatch):
-            return AttentionRows.of_device(batch)
-        return AttentionRows.of(batch, self._loader.device)
+    def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
+        if isinstance(batch, AttentionBatch):
+            return AttentionRows.of(batch, self._loader.device)
+        return AttentionRows.of_device(batch)
 
     def _kernel(self, dtype: torch.dtype, latent_dim: int, rope_dim: int, fp8: bool) -> Kernel:
         wished = defines(latent_dim, rope_dim, fp8) | self._variant
@@ -179,21 +179,28 @@ def shared_bytes(dtype: torch.dtype, latent_dim: int, rope_dim: int, fp8: bool =
 def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool:
     """Whether the kernel serves these; what it does not, the reference does."""
     rope_dim = query.shape[-1] - latent_dim
-    fits = latent_dim % 64 == 0 and rope_dim > 0 and rope_dim % 16 == 0
     fp8 = latent_rows.is_fp8(cache)
     if fp8:
-        bytes_kept = latent_rows.row_bytes(latent_dim, rope_dim)
-        fits = fits and query.dtype == torch.bfloat16 and cache.shape[1] == bytes_kept
-    elif cache.dtype != query.dtype:
-        return False
-    if query.dtype not in SHAPES or not fits:
+        fits = cache.shape[1] == latent_rows.row_bytes(latent_dim, rope_dim)
+    else:
+        fits = cache.dtype == query.dtype
+    if not fits or not takes_sizes(query.dtype, latent_dim, rope_dim, page_size, fp8):
         return False
     aligned = cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.itemsize % 16 == 0
     strides = (query.data_ptr() // 2, query.stride(0), query.stride(1))
     aligned = aligned and (query.dtype == torch.float32 or not any(n % 2 for n in strides))
-    whole = query.stride(-1) == 1 and cache.stride(-1) == 1
-    small = shared_bytes(query.dtype, latent_dim, rope_dim, fp8) <= MAX_BLOCK_BYTES
-    return aligned and whole and small and page_size & (page_size - 1) == 0
+    return aligned and query.stride(-1) == 1 and cache.stride(-1) == 1
+
+
+def takes_sizes(
+    dtype: torch.dtype, latent_dim: int, rope_dim: int, page_size: int, fp8: bool
+) -> bool:
+    """The part of `takes` that a model and its cache decide."""
+    if dtype not in SHAPES or (fp8 and dtype != torch.bfloat16):
+        return False
+    if latent_dim % 64 or rope_dim <= 0 or rope_dim % 16 or page_size & (page_size - 1):
+        return False
+    return shared_bytes(dtype, latent_dim, rope_dim, fp8) <= MAX_BLOCK_BYTES
 
 
 def _check(out: Tensor, query: Tensor, cache: Tensor, rows: AttentionRows) -> None:

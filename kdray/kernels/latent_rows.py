@@ -39,6 +39,10 @@ class RowFormat:
             return cls(row_bytes(latent_dim, rope_dim), torch.uint8)
         return cls(latent_dim + rope_dim, kept_as)
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == torch.uint8
+
 
 def row_bytes(latent_dim: int, rope_dim: int) -> int:
     """Of a row in fp8: 656 for 512 + 64 numbers, which are 1,152 bytes in bfloat16."""

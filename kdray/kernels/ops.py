@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.request import SamplingParams
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import AnyAttentionBatch, DraftAttentionBatch
 from kdray.kernels.moe_layout import PackedExperts
 
 NO_ID = 2**31 - 1  # of a token that a shard does not have
@@ -146,7 +146,7 @@ class Ops(Protocol):
         self,
         query: Tensor,
         cache: Tensor,
-        batch: AttentionBatch | DeviceAttentionBatch,
+        batch: AnyAttentionBatch,
         scale: float,
         latent_dim: int,
     ) -> Tensor:

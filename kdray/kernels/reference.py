@@ -25,12 +25,19 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels import reference_fused, reference_moe, reference_topk
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import (
+    AnyAttentionBatch,
+    AttentionBatch,
+    DeviceAttentionBatch,
+    DevicePromptBatch,
+    DraftAttentionBatch,
+)
 from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference_attention import (
     AttentionTile,
     attend,
     attend_on_device,
+    known_rows,
     scatter,
     tile_batch,
 )
@@ -67,6 +74,9 @@ class ReferenceOps:
         self.device = device
         # Every layer of a step attends alike, so who sees whom is laid out once a batch.
         self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
+        self._prompts: WeakKeyDictionary[DevicePromptBatch, tuple[Tensor, AttentionBatch]] = (
+            WeakKeyDictionary()
+        )
         self._views: WeakKeyDictionary[DraftAttentionBatch, BlockView] = WeakKeyDictionary()
 
     def build_trees(
@@ -91,12 +101,14 @@ class ReferenceOps:
         self,
         query: Tensor,
         cache: Tensor,
-        batch: AttentionBatch | DeviceAttentionBatch,
+        batch: AnyAttentionBatch,
         scale: float,
         latent_dim: int,
     ) -> Tensor:
         if isinstance(batch, DeviceAttentionBatch):
             return attend_on_device(query, cache, batch, scale, latent_dim)
+        if isinstance(batch, DevicePromptBatch):
+            return self._attend_prompts(query, cache, batch, scale, latent_dim)
         tiles = self._tiles.get(batch)
         if tiles is None:
             tiles = self._tiles[batch] = tile_batch(batch)
@@ -105,6 +117,19 @@ class ReferenceOps:
         out = query.new_empty(*query.shape[:2], latent_dim)
         for tile in tiles:
             scatter(attend(query, cache, tile, scale, latent_dim), tile, out)
+        return out
+
+    def _attend_prompts(
+        self, query: Tensor, cache: Tensor, batch: DevicePromptBatch, scale: float, latent_dim: int
+    ) -> Tensor:
+        """By the numbers that the device has, read back."""
+        known = self._prompts.get(batch)
+        if known is None:
+            known = self._prompts[batch] = known_rows(batch)
+        rows, on_host = known
+        out = query.new_zeros(*query.shape[:2], latent_dim)
+        if len(rows):
+            out[rows] = self.verify_attention(query[rows], cache, on_host, scale, latent_dim)
         return out
 
     def draft_attention(

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.tree import WORD_BITS, mask_to_bool
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_batch import (
+    AttentionBatch,
+    DeviceAttentionBatch,
+    DevicePromptBatch,
+)
 from kdray.kernels.latent_rows import gathered
 
 TILE_ROWS = 256  # rows of a long request attended at once
@@ -214,3 +218,22 @@ def _seen_on_device(batch: DeviceAttentionBatch, num_keys: int) -> Tensor:
     place = relative.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
     is_node = ((relative >= 0) & (relative < nodes))[:, None]
     return (relative < 0)[:, None] | (is_node & named.bool().gather(2, place))
+
+
+def known_rows(batch: DevicePromptBatch) -> tuple[Tensor, AttentionBatch]:
+    """The rows that are real, [t] int64, and the batch of them alone, as the host has it."""
+    device = batch.page_table.device
+    starts, cached, known = (
+        numbers.cpu().numpy() for numbers in (batch.row_start, batch.num_cached, batch.num_known)
+    )
+    there = np.flatnonzero(known)
+    rows = [starts[r] + np.arange(known[r]) for r in there]
+    on_host = AttentionBatch(
+        row_start=(0, *np.cumsum(known[there]).tolist()),
+        num_cached=tuple(cached[there].tolist()),
+        num_known=tuple(known[there].tolist()),
+        page_table=batch.page_table[torch.from_numpy(there).to(device)],
+        page_size=batch.page_size,
+        mask=torch.ones(len(there), 1, 1, dtype=torch.int32, device=device),
+    )
+    return torch.from_numpy(np.concatenate([[], *rows]).astype(np.int64)).to(device), on_host

@@ -12,7 +12,12 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
 from kdray.kernels import selftest_experts, selftest_products
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import (
+    AnyAttentionBatch,
+    AttentionBatch,
+    DeviceAttentionBatch,
+    DraftAttentionBatch,
+)
 from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.ops import Ops, PartialTopk, SamplingRows
 from kdray.kernels.reference import ReferenceOps
@@ -118,9 +123,7 @@ def _prompt_attention(ops: Ops, given: Inputs) -> Outputs:
     return [_attend(ops, given, batch, REQUESTS * NODES)]
 
 
-def _attend(
-    ops: Ops, given: Inputs, batch: AttentionBatch | DeviceAttentionBatch, rows: int
-) -> Tensor:
+def _attend(ops: Ops, given: Inputs, batch: AnyAttentionBatch, rows: int) -> Tensor:
     sizes = given.sizes
     query = given.drawn(5, rows, sizes.heads, sizes.latent + sizes.rope)
     cache = given.cache(ReferenceOps(given.device))

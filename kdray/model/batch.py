@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_batch import AnyAttentionBatch
 from kdray.kernels.ops import LiveRows
 
 
@@ -24,7 +24,7 @@ class ForwardBatch:
     token: Tensor
     position: Tensor
     slot: Tensor
-    attention: AttentionBatch | DeviceAttentionBatch
+    attention: AnyAttentionBatch
     live: LiveRows | None = None
 
 

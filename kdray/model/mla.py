@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_batch import AnyAttentionBatch, AttentionBatch
 from kdray.kernels.latent_rows import gathered
 from kdray.kernels.ops import Ops
 from kdray.kernels.page_tables import upload
@@ -57,17 +57,15 @@ class AttentionSplit:
     absorbed_rows   [t] int64 their rows in the batch, None where they are all rows
     """
 
-    absorbed: AttentionBatch | DeviceAttentionBatch | None
+    absorbed: AnyAttentionBatch | None
     absorbed_rows: Tensor | None
     expanded: tuple[LongRows, ...]
 
     @classmethod
-    def of(
-        cls, batch: AttentionBatch | DeviceAttentionBatch, expand_from: int = EXPAND_FROM_ROWS
-    ) -> AttentionSplit:
+    def of(cls, batch: AnyAttentionBatch, expand_from: int = EXPAND_FROM_ROWS) -> AttentionSplit:
         """Expand prompt chunks of `expand_from` rows or more; the rest stays absorbed."""
-        if isinstance(batch, DeviceAttentionBatch):
-            return cls(batch, None, ())
+        if not isinstance(batch, AttentionBatch):
+            return cls(batch, None, ())  # the host does not know of long ones
         starts = batch.row_start
         num_rows = [end - start for start, end in pairwise(starts)]
         is_long = [
@@ -193,16 +191,14 @@ class LatentAttention:
         nope: Tensor,
         query: Tensor,
         cache: Tensor,
-        batch: AttentionBatch | DeviceAttentionBatch,
+        batch: AnyAttentionBatch,
     ) -> Tensor:
         """query [T, H, C + D] brings its rotated part; its latent part is made here."""
         latent_dim = self.key_up.shape[2]
         self.ops.per_head(nope, self.key_up, out=query[..., :latent_dim])
         return self._mixed(query, cache, batch)
 
-    def _mixed(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch | DeviceAttentionBatch
-    ) -> Tensor:
+    def _mixed(self, query: Tensor, cache: Tensor, batch: AnyAttentionBatch) -> Tensor:
         """query [T, H, C + D], absorbed -> values [T, H, V]."""
         latent_dim = self.key_up.shape[2]
         mixed = self.ops.verify_attention(query, cache, batch, self.scale, latent_dim)

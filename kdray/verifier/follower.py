@@ -50,9 +50,8 @@ class FollowerRounds:
             for size in buckets.sizes()
         }
 
-    def capture(self) -> None:
+    def capture(self, pool: Any) -> None:
         """Record every round as a CUDA graph, while rank 0 records its own: both run each once."""
-        pool = torch.cuda.graph_pool_handle()
         gc.collect()  # what is freed on the device while a graph is recorded would break it
         for round_of_size in self._rounds.values():
             round_of_size.capture(pool)

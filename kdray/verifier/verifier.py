@@ -17,11 +17,12 @@ from kdray.core.plan import (
 from kdray.kernels.attention_batch import DeviceAttentionBatch
 from kdray.kernels.ops import LiveRows, Ops
 from kdray.kernels.round_ops import DrawRows, RoundOps
-from kdray.model.batch import ForwardBatch
+from kdray.model.batch import ForwardBatch, TargetOutput
 from kdray.model.target import TargetModel
 from kdray.verifier.draw import draw
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.layout import StepLayout, lay_out
+from kdray.verifier.prompt_passes import PromptPasses
 
 
 class Verifier:
@@ -39,12 +40,17 @@ class Verifier:
         *,
         draws: bool = True,
         round_ops: RoundOps | None = None,
+        prompts: PromptPasses | None = None,
     ) -> None:
-        """round_ops: for the steps that run without the host; None where there are none."""
+        """round_ops: for the steps that run without the host; None where there are none.
+
+        prompts: of this model over this cache; None: such steps are launched kernel by kernel
+        """
         self.model = model
         self.cache = cache
         self._ops = ops
         self._round_ops = round_ops
+        self.prompts = prompts
         self._draws = draws
         self._device = cache.layers[0].device
         self._layout: StepLayout | None = None
@@ -54,7 +60,7 @@ class Verifier:
         """Run the plan's rows, write their KV, draw the target's token after every node."""
         layout = lay_out(plan, trees, self.cache.page_size, self._device)
         self._layout = layout
-        output = self.model.forward(layout.batch, self.cache.layers)
+        output = self._forward(layout)
         token = torch.zeros_like(trees.token)
         broken: frozenset[int] = frozenset()
         if len(layout.drawn_rows):
@@ -64,6 +70,12 @@ class Verifier:
                 token[layout.drawn_at] = drawn.token.to(token.dtype)
                 broken = drawn.broken
         return Verified(token=token, features=output.features, broken=broken)
+
+    def _forward(self, layout: StepLayout) -> TargetOutput:
+        size = self.prompts.size_for(layout.plan) if self.prompts is not None else None
+        if self.prompts is None or size is None:
+            return self.model.forward(layout.batch, self.cache.layers)
+        return self.prompts.run(size, layout)
 
     @torch.inference_mode()
     def commit(self, paths: AcceptedPaths) -> None:

@@ -53,7 +53,7 @@ def test_every_part_of_a_looped_back_rank(
     assert "memory of rank 0 of 8" in out and "prediction: Tokens a second" in out
     steps = rows_of(out, "step")
     trees = [row for row in steps if row["params"]["way"] == "tree"]
-    assert len(trees) == 6 and len(steps) == 8  # 512 rows also as a prompt
+    assert len(trees) == 6 and len(steps) == 10  # 512 rows also as prompts
     for row in steps:
         metrics, params = row["metrics"], row["params"]
         assert metrics["fraction"] == pytest.approx(metrics["floor_ms"] / metrics["ms"])
@@ -116,7 +116,7 @@ def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows_of(out, "round")) == 3 and len(rows_of(out, "draft")) == 1
     assert not rows_of(out, "engine") and not rows_of(out, "prediction")
     steps = rows_of(out, "step")
-    assert [row["params"]["way"] for row in steps] == ["tree", "tree", "prompt"]
+    assert [row["params"]["way"] for row in steps] == ["tree", "tree", "prompt", "pass"]
     for row in steps:
         metrics = row["metrics"]
         assert metrics["travel_ms"] == pytest.approx(metrics["ms"] - metrics["local_ms"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import DeviceAttentionBatch
+from kdray.kernels.attention_batch import DeviceAttentionBatch, DevicePromptBatch
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.cuda_plan import tile_sizes
@@ -226,6 +226,26 @@ def test_a_batch_of_the_device_equals_the_reference() -> None:
     found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
     wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_known_rows_of_the_device_equal_the_reference() -> None:
+    """Requests of any number of known tokens, one that has none, and padding behind the last."""
+    parts = [Part(20, known=5), Part(0, known=33), Part(7, known=0), Part(40, known=1, padding=9)]
+    case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.float32)
+    rows = case.rows()
+    batch = DevicePromptBatch(
+        row_start=rows.row_start,
+        num_cached=rows.num_cached,
+        num_known=rows.num_known,
+        page_table=rows.page_table.clamp_min(0),
+        page_size=16,
+        num_rows=case.num_rows,
+    )
+    args = (case.query, case.cache, batch, SCALE, 64)
+    found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
+    wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not found[39:].any() and found[:39].any(dim=(1, 2)).all()
 
 
 PLANS = {

@@ -1,0 +1,82 @@
+"""Steps of prompts for a verifier with passes and for one without, over the demo's target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kdray.config import EngineConfig
+from kdray.core.plan import Candidates, DraftTrees, PlannedRequest, StepPlan
+from kdray.core.request import SamplingParams
+from kdray.engine import build_verifier, resolve
+from kdray.kernels.ops import load_ops
+from kdray.kernels.round_ops import load_round_ops
+from kdray.verifier.verifier import Verifier
+
+PAGE_SIZE, PAGES_EACH, REQUESTS, CHUNK = 16, 24, 4, 300
+VOCAB = 500  # of which tokens are drawn
+
+
+def verifiers(device: torch.device) -> tuple[Verifier, Verifier]:
+    """With passes and without: alike, with a cache each."""
+    config = EngineConfig(
+        device=device.type,  # type: ignore[arg-type]
+        dtype="float32",
+        mode="plain",
+        max_requests=REQUESTS,
+        max_model_len=PAGES_EACH * PAGE_SIZE,
+        prefill_chunk=CHUNK,
+        page_size=PAGE_SIZE,
+        num_pages=REQUESTS * PAGES_EACH,
+    )
+    facts, ops, rounds = resolve(config), load_ops(device), load_round_ops(device)
+    launching = build_verifier(config, facts, ops, taps=(0, 2))
+    passing = build_verifier(config, facts, ops, taps=(0, 2), round_ops=rounds)
+    assert passing.prompts is not None and launching.prompts is None
+    return passing, launching
+
+
+def planned(slot: int, cached: int, count: int, *, budget: int = 0) -> PlannedRequest:
+    """A request's next `count` tokens; its pages lie across those of the others."""
+    known = np.random.default_rng(1000 * slot + cached).integers(3, VOCAB, count)
+    return PlannedRequest(
+        request_id=f"r{slot}",
+        slot=slot,
+        num_cached=cached,
+        known=known.astype(np.int32),
+        budget=budget,
+        pages=np.arange(slot, REQUESTS * PAGES_EACH, REQUESTS, dtype=np.int32),
+        samples=slot != 1,
+        sampling=SamplingParams(temperature=0.0),
+        seed=slot,
+        num_prompt=cached + count,
+    )
+
+
+def steps() -> Iterator[StepPlan]:
+    """Requests of all lengths side by side, each behind what it has cached."""
+    cached = [0] * REQUESTS
+    for number, counts in enumerate([
+        (17, 0, 0, 0), (1, 40, 9, 150), (2, 3, 1, 1),
+        (0, 0, 290, 5), (31, 31, 31, 31), (0, 32, 0, 0),
+    ]):  # fmt: skip
+        rows = [planned(r, cached[r], count) for r, count in enumerate(counts) if count]
+        cached = [done + count for done, count in zip(cached, counts, strict=True)]
+        yield StepPlan(step=number, requests=tuple(rows))
+
+
+def roots_of(plan: StepPlan, device: torch.device) -> DraftTrees:
+    roots = torch.from_numpy(plan.roots).to(device)
+    none = torch.zeros(len(roots), 0, 0, dtype=torch.int32, device=device)
+    return load_ops(device).build_trees(Candidates(token=none, score=none), roots, [0] * len(roots))
+
+
+def slots_of(plans: Sequence[StepPlan]) -> list[int]:
+    """Every cache slot that the plans write."""
+    found: list[int] = []
+    for request in (request for plan in plans for request in plan.requests):
+        place = request.num_cached + np.arange(len(request.known), dtype=np.int64)
+        found += request.slots_at(place, PAGE_SIZE).tolist()
+    return found
