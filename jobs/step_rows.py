@@ -3,7 +3,7 @@
 A tree step is what a device round calls `verify`, on the product's own trees; up to 65 rows are one
 request's tree. More rows are those of several requests, MANY_REQUESTS, or fewer where their
 contexts would not fit the KV pages together. From PROMPT_ROWS rows on the same number is also run
-as a chunk of one prompt, launched kernel by kernel and, where an engine would, as a captured pass.
+as a chunk of one prompt, launched kernel by kernel and as a captured pass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from kdray.core.request import SamplingParams
 from kdray.driver.running import Placement, RunningState
 from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
-from kdray.model.mla import EXPAND_FROM_ROWS
-from kdray.verifier.prompt_passes import MOST_LONG_PAIRS, PromptPasses
+from kdray.verifier.prompt_passes import PromptPasses
 from kdray.verifier.verifier import Verifier
 
 Int32Array = NDArray[np.int32]
@@ -72,18 +71,9 @@ def cases(
                 yield StepCase(way="tree", tokens=rows, context=context, requests=requests)
         for rows in tokens:
             for way in WAYS[1:]:
-                if (
-                    way in ways
-                    and rows >= PROMPT_ROWS
-                    and (way == "prompt" or passes(rows, context))
-                ):
+                most = MOST_PROMPT_ROWS if way == "pass" else rows
+                if way in ways and PROMPT_ROWS <= rows <= most:
                     yield StepCase(way=way, tokens=rows, context=context, requests=1)
-
-
-def passes(rows: int, context: int) -> bool:
-    """Whether an engine has a pass for such a chunk."""
-    is_long = rows >= EXPAND_FROM_ROWS and rows * (context + rows) > MOST_LONG_PAIRS
-    return rows <= MOST_PROMPT_ROWS and not is_long
 
 
 def requests_of(tokens: int, context: int, num_pages: int, page_size: int) -> int:
@@ -136,6 +126,7 @@ def with_pass(rank: Rank, case: StepCase) -> Verifier:
         requests=1,
         pages=-(-(case.context + case.tokens) // page_size),
         spare_slot=rank.facts.num_pages * page_size,
+        most_long_pairs=case.tokens * (case.context + case.tokens),  # whatever an engine chooses
     )
     if rank.device.type == "cuda":
         prompts.capture(shared_pool(rank.device))

@@ -50,14 +50,16 @@ class PromptPasses:
         requests: int,
         pages: int,
         spare_slot: int,
+        most_long_pairs: int = MOST_LONG_PAIRS,
     ) -> None:
         """requests: of a step at most; pages: of a request at most; spare_slot: where padding
-        writes."""
+        writes; most_long_pairs: as the constant."""
         device = cache.layers[0].device
         self.sizes = prompt_sizes(prefill_chunk)
         self._model = model
         self._cache = cache
         self._requests = requests
+        self._most_long_pairs = most_long_pairs
         self._padding = torch.tensor([[0], [0], [spare_slot]], device=device)
         self._rows = self._padding.repeat(1, self.sizes[-1])
         # row_start [R + 1], num_cached [R], num_known [R], rows that are real
@@ -87,7 +89,7 @@ class PromptPasses:
             for request, rows in zip(plan.requests, counts, strict=True)
             if rows >= EXPAND_FROM_ROWS
         )
-        if long_pairs > MOST_LONG_PAIRS:
+        if long_pairs > self._most_long_pairs:
             return None
         return next((size for size in self.sizes if size >= sum(counts)), None)
 

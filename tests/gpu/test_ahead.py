@@ -13,6 +13,8 @@ from kdray.core.plan import StepPlan, StepResult
 from kdray.core.request import SamplingParams
 from kdray.engine import build_engine, make_request, resolve
 from kdray.kernels.cuda_round import CudaRoundOps
+from kdray.verifier.layout import StepLayout
+from kdray.verifier.verifier import Verifier
 from tests.gpu.near_ties import check_same
 from tests.kernels.round_cases import check_round
 
@@ -64,8 +66,7 @@ def test_a_prompts_launches_do_not_wait_for_the_rounds_in_front(
         driver.submit(make_request(f"warm{n}", range(100, 400), sampling, engine.facts))
         driver.submit(make_request(f"short{n}", range(100, 120), sampling, engine.facts))
         driver.step()
-    model, whole, passes = driver.verifiers._verifier.model, driver.round, []  # type: ignore[attr-defined]
-    forward = type(model).forward
+    whole, forward, passes = driver.round, Verifier._forward, []
 
     def strict(plan: StepPlan) -> StepResult:
         torch.cuda.set_sync_debug_mode("error")
@@ -74,15 +75,15 @@ def test_a_prompts_launches_do_not_wait_for_the_rounds_in_front(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def passed(*args: object) -> object:
-        output = forward(*args)  # type: ignore[arg-type]
+    def passed(self: Verifier, layout: StepLayout) -> object:
+        output = forward(self, layout)
         torch.cuda.set_sync_debug_mode("default")
         passes.append(len(driver._flights))
         return output
 
     monkeypatch.setattr(driver.prompt_turns, "is_due", lambda **_: True)
     monkeypatch.setattr(driver, "round", strict)
-    monkeypatch.setattr(type(model), "forward", passed)
+    monkeypatch.setattr(Verifier, "_forward", passed)
     driver.submit(make_request("long", range(100, 400), sampling, engine.facts))
     driver.submit(make_request("short", range(100, 120), sampling, engine.facts))
     while driver.step() is not None:
