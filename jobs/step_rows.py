@@ -126,7 +126,6 @@ def with_pass(rank: Rank, case: StepCase) -> Verifier:
         requests=1,
         pages=-(-(case.context + case.tokens) // page_size),
         spare_slot=rank.facts.num_pages * page_size,
-        most_long_pairs=case.tokens * (case.context + case.tokens),  # whatever an engine chooses
     )
     if rank.device.type == "cuda":
         prompts.capture(shared_pool(rank.device))

@@ -2,7 +2,9 @@
 
 Launched kernel by kernel, a step of few rows takes a GPU less time than the host its launches. So
 on GPUs the pass is recorded as a CUDA graph for some numbers of rows, whose inputs (rows, lengths,
-pages) lie in fixed places. All ranks choose alike, by the plan. What is drawn, and what the drafter
+pages) lie in fixed places. All ranks choose alike, by the plan. Every row attends to the latents
+themselves, however long its chunk: expanding them (kdray.model.mla) has shapes that the host must
+know, and up to the rows of the largest pass it is no faster. What is drawn, and what the drafter
 learns, the host launches as in any step.
 """
 
@@ -23,15 +25,10 @@ from kdray.kernels.graphs import record
 from kdray.kernels.ops import LiveRows
 from kdray.kernels.page_tables import upload
 from kdray.model.batch import ForwardBatch, TargetOutput
-from kdray.model.mla import EXPAND_FROM_ROWS
 from kdray.model.target import TargetModel
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.layout import StepLayout
 
-# Pairs of a row and a key up to which long chunks attend to the latents themselves. That is what a
-# graph can, and costs more products a pair than expanding them (kdray.model.mla): for 512 rows of
-# Kimi over 8,192 keys about what a GPU computes while the host would still launch.
-MOST_LONG_PAIRS = 512 * 8192
 TOKEN, POSITION, SLOT = range(3)
 
 
@@ -50,16 +47,14 @@ class PromptPasses:
         requests: int,
         pages: int,
         spare_slot: int,
-        most_long_pairs: int = MOST_LONG_PAIRS,
     ) -> None:
         """requests: of a step at most; pages: of a request at most; spare_slot: where padding
-        writes; most_long_pairs: as the constant."""
+        writes."""
         device = cache.layers[0].device
         self.sizes = prompt_sizes(prefill_chunk)
         self._model = model
         self._cache = cache
         self._requests = requests
-        self._most_long_pairs = most_long_pairs
         self._padding = torch.tensor([[0], [0], [spare_slot]], device=device)
         self._rows = self._padding.repeat(1, self.sizes[-1])
         # row_start [R + 1], num_cached [R], num_known [R], rows that are real
@@ -83,15 +78,8 @@ class PromptPasses:
         """Rows of the pass that the plan's step fits; None where none does."""
         if plan.max_budget > 0 or len(plan.requests) > self._requests:
             return None
-        counts = [len(request.known) for request in plan.requests]
-        long_pairs = sum(
-            rows * (request.num_cached + rows)
-            for request, rows in zip(plan.requests, counts, strict=True)
-            if rows >= EXPAND_FROM_ROWS
-        )
-        if long_pairs > self._most_long_pairs:
-            return None
-        return next((size for size in self.sizes if size >= sum(counts)), None)
+        rows = sum(len(request.known) for request in plan.requests)
+        return next((size for size in self.sizes if size >= rows), None)
 
     def run(self, size: int, layout: StepLayout) -> TargetOutput:
         """The layout's rows, in a pass of so many; enqueued behind whatever runs."""

@@ -62,15 +62,3 @@ def test_more_rows_than_any_pass_has_are_launched() -> None:
     assert passes.size_for(StepPlan(step=0, requests=parts[:3])) == 256
     crowd = tuple(replace(parts[0], slot=slot) for slot in range(5))
     assert passes.size_for(StepPlan(step=0, requests=crowd)) is None, "of 4 slots"
-
-
-def test_long_chunks_far_into_a_text_expand_its_keys() -> None:
-    verifier = verifiers(CPU)[0]
-    passes = PromptPasses(
-        verifier.model, verifier.cache, prefill_chunk=300, requests=4, pages=24, spare_slot=0,
-        most_long_pairs=260 * 300,
-    )  # fmt: skip
-    near, far, short = planned(0, 40, 260), planned(0, 41, 260), planned(1, 300, 39)
-    assert passes.size_for(StepPlan(step=0, requests=(near, short))) == 300
-    assert passes.size_for(StepPlan(step=0, requests=(far, short))) is None
-    assert passes.size_for(StepPlan(step=0, requests=(short,))) == 64, "however far it is"
