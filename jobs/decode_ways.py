@@ -85,11 +85,14 @@ def build_alone(config: EngineConfig) -> tuple[Engine, Verifier]:
 
 
 def plain_engine(config: EngineConfig, verifier: Verifier) -> Engine:
-    """Plain decoding, step by step from the host, by a verifier that another engine has left."""
+    """Plain decoding, step by step from the host and launched kernel by kernel, with what a
+    verifier of another engine has left."""
     config = replace(config, mode="plain", tp=1, draft_tp=None, graphs=False)
     pages = verifier.cache.num_pages - SPARE_PAGES
     facts = resolve(replace(config, num_pages=pages))
-    return assemble(config, facts, load_ops(facts.device), None, LocalGroup(verifier))
+    ops = load_ops(facts.device)
+    launching = Verifier(verifier.model, verifier.cache, ops)
+    return assemble(config, facts, ops, None, LocalGroup(launching))
 
 
 def decode(engine: Engine, visits: Sequence[Visit]) -> Decoded:
@@ -180,7 +183,7 @@ def _be_rank(
             rounds=own.rounds,
             drafter=own.drafter,
         ).run()
-        verifier = own.verifier
+        model = own.verifier.model
         del own  # with its graphs, or closing waits for ever
     else:
         sender = ZmqSender(endpoints, timeout_s=WAIT_S)
@@ -198,11 +201,11 @@ def _be_rank(
             make_group=group_of,
             runs_ahead=runs_ahead(config),
         )
-        [verifier] = kept
+        model = kept.pop().model
         said.put(decode(engine, visits))
         engine.driver.close()
         del engine
-    after(verifier.model)
+    after(model)
     if facts.device.type == "cuda":
         torch.cuda.synchronize()
     collectives.close()
