@@ -166,12 +166,13 @@ def round_table(record: Record) -> str:
 def step_table(record: Record) -> str:
     """A rank's verify step of Kimi K2.6 by rows and context, with its floors."""
     rows = {
-        (p["context"], p["tokens"]): row["metrics"]
+        (p["way"], p["context"], p["tokens"]): row["metrics"]
         for row in record["rows"]
-        if (p := row["params"])["part"] == "step" and p["way"] == "tree"
+        if (p := row["params"])["part"] == "step"
     }
-    contexts = sorted({context for context, _ in rows})
-    shown = [1, 4, 8, 16, 32, 64, 128]
+    contexts = sorted({context for _, context, _ in rows})
+    shown = [("tree", tokens) for tokens in (1, 4, 8, 16, 32, 64, 128)]
+    shown += [("pass", tokens) for tokens in (64, 128, 512)]
     heads = " | ".join(f"context {context:,}: ms | floor" for context in contexts)
     lines = [
         "Kimi K2.6, one of 8 ranks whole (61 layers, random weights, INT4 experts; sums over ranks "
@@ -180,10 +181,11 @@ def step_table(record: Record) -> str:
         f"| rows of a step | distinct experts a layer | {heads} |",
         "|---|---|" + "---|---|" * len(contexts),
     ]
-    for tokens in shown:
-        own = [rows[context, tokens] for context in contexts]
+    for way, tokens in shown:
+        own = [rows[way, context, tokens] for context in contexts]
         cells = " | ".join(f"{m['ms']:.1f} | {m['floor_ms']:.1f}" for m in own)
-        lines.append(f"| {tokens} | {own[0]['distinct_experts']:.0f} | {cells} |")
+        name = f"{tokens}, of a prompt" if way == "pass" else f"{tokens}"
+        lines.append(f"| {name} | {own[0]['distinct_experts']:.0f} | {cells} |")
     return "\n".join([*lines, "", *_predictions(record)]) + "\n"
 
 
