@@ -125,6 +125,7 @@ def step_row(bench: Bench, case: StepCase) -> None:
     call = step_of(rank, case)
     with rank.ops.watch() as chosen:
         refuse_broken(seen_of(rank, case, call)())
+    refuse_broken(call())
     distinct = distinct_experts(chosen)
     run = replayed(call, rank.device) if case.way == "tree" else call
     seconds = time.perf_counter() - began

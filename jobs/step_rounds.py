@@ -15,25 +15,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from bench_round import Case, external_event, inside
-from step_rank import Rank
+from step_rank import Rank, with_passes
 from step_ranks import Loopback
 from step_rows import pages_of, running_state
 from step_time import distinct_experts, replayed, spans_ms
 
-from kdray.config import EngineConfig
 from kdray.core.buckets import Buckets
 from kdray.core.plan import RoundOrder
 from kdray.core.request import SamplingParams
 from kdray.driver.device_round import DeviceRound, RoundParts
 from kdray.driver.stages import VERBS
-from kdray.engine import assemble, make_request, round_sizes
-from kdray.engine_rounds import capture_prompts, prompt_passes
+from kdray.engine import assemble, make_request
+from kdray.engine_rounds import capture_prompts
 from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
 from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.local_group import LocalGroup
 from kdray.verifier.rank_group import RankGroup
-from kdray.verifier.verifier import Verifier
 
 REPLAYS = 10
 ROOM = 256  # positions that the replays of a round may gain
@@ -170,13 +168,6 @@ def engine_round(
         metrics |= inside(decoder, case, step_ms)
     driver.close()
     return spans, metrics
-
-
-def with_passes(rank: Rank, config: EngineConfig) -> Verifier:
-    """The rank's verifier as an engine has it, with passes over prompts."""
-    own, facts = rank.verifier, rank.facts
-    passes = prompt_passes(config, facts, own.model, own.cache, round_sizes(config, facts))
-    return Verifier(own.model, own.cache, rank.ops, round_ops=rank.round_ops, prompts=passes)  # type: ignore[arg-type]
 
 
 class _Marks:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from step_rank import Rank
+from step_rank import Rank, with_passes
 from torch import Tensor
 
+from kdray.config import EngineConfig
 from kdray.core.buckets import MOST_PROMPT_ROWS
 from kdray.core.plan import (
     Candidates,
@@ -31,13 +32,13 @@ from kdray.core.request import SamplingParams
 from kdray.driver.running import Placement, RunningState
 from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
-from kdray.verifier.prompt_passes import PromptPasses
 from kdray.verifier.verifier import Verifier
 
 Int32Array = NDArray[np.int32]
 
 WAYS = ("tree", "prompt", "pass")
 ONE_TREE = 65
+SLOTS = EngineConfig().max_requests
 MANY_REQUESTS = {128: 8, 512: 32, 2048: 64}
 ROWS_A_REQUEST = 16  # of other numbers of rows
 PROMPT_ROWS = 64
@@ -64,16 +65,19 @@ class StepCase:
 def cases(
     tokens: Sequence[int], contexts: Sequence[int], ways: Sequence[str], rank: Rank
 ) -> Iterator[StepCase]:
+    has_passes = with_passes(rank, rank.config).prompts is not None
     for context in contexts:
         for rows in tokens:
             if "tree" in ways:
                 requests = requests_of(rows, context, rank.facts.num_pages, rank.config.page_size)
                 yield StepCase(way="tree", tokens=rows, context=context, requests=requests)
         for rows in tokens:
-            for way in WAYS[1:]:
-                most = MOST_PROMPT_ROWS if way == "pass" else rows
-                if way in ways and PROMPT_ROWS <= rows <= most:
-                    yield StepCase(way=way, tokens=rows, context=context, requests=1)
+            if rows < PROMPT_ROWS:
+                continue
+            if "prompt" in ways:
+                yield StepCase(way="prompt", tokens=rows, context=context, requests=1)
+            if "pass" in ways and rows <= MOST_PROMPT_ROWS and has_passes:
+                yield StepCase(way="pass", tokens=rows, context=context, requests=1)
 
 
 def requests_of(tokens: int, context: int, num_pages: int, page_size: int) -> int:
@@ -117,19 +121,13 @@ def tree_step(rank: Rank, case: StepCase) -> Callable[[], DeviceVerified]:
 
 
 def with_pass(rank: Rank, case: StepCase) -> Verifier:
-    """The rank's verifier with a captured pass for the case."""
-    own, page_size = rank.verifier, rank.config.page_size
-    prompts = PromptPasses(
-        own.model,
-        own.cache,
-        prefill_chunk=case.tokens,
-        requests=1,
-        pages=-(-(case.context + case.tokens) // page_size),
-        spare_slot=rank.facts.num_pages * page_size,
-    )
+    """The rank's verifier with a captured pass for the case, of an engine with SLOTS requests."""
+    config = replace(rank.config, max_requests=SLOTS, prefill_chunk=case.tokens)
+    verifier = with_passes(rank, config)
+    assert verifier.prompts is not None, "cases() asks first"
     if rank.device.type == "cuda":
-        prompts.capture(shared_pool(rank.device))
-    return Verifier(own.model, own.cache, rank.ops, draws=rank.shard.rank == 0, prompts=prompts)  # type: ignore[arg-type]
+        verifier.prompts.capture(shared_pool(rank.device))
+    return verifier
 
 
 def prompt_step(rank: Rank, case: StepCase, verifier: Verifier) -> Callable[[], Verified]:

@@ -18,6 +18,7 @@ MIB = 1 << 20
 KEPT_BYTES = 128 * MIB  # by our kernels from launch to launch: parts of attention's tiles, keys
 GRAPH_NODE_BYTES = 10 << 10  # a captured kernel's, on the device
 NODES_A_LAYER, NODES_A_ROUND = 18, 60  # kernels of a layer, and of a round beside its layers
+NODES_A_PASS_LAYER = 22  # of more than 128 rows
 LOGITS_COPIES = 3  # fp32 rows of the vocabulary: a rank's part, the whole, and one being made
 
 
@@ -58,10 +59,10 @@ class StepMemory:
 
     @property
     def _prompt_passes(self) -> int:
-        """Their kernels and outputs."""
+        """Their kernels and outputs; the last norm's holds the sum before it, too."""
         sizes, layers = prompt_sizes(self.config.prefill_chunk), self.model.num_hidden_layers
-        nodes = len(sizes) * layers * NODES_A_LAYER * GRAPH_NODE_BYTES
-        kept = sum(sizes) * (1 + self._taps) * self.model.hidden_size * self.dtype.itemsize
+        nodes = len(sizes) * layers * NODES_A_PASS_LAYER * GRAPH_NODE_BYTES
+        kept = sum(sizes) * (2 + self._taps) * self.model.hidden_size * self.dtype.itemsize
         return nodes + kept
 
     @property

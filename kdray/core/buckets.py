@@ -33,9 +33,9 @@ class Buckets:
 
 
 def prompt_sizes(prefill_chunk: int) -> tuple[int, ...]:
-    """Rows that steps of prompts are made for, ascending: powers of two, and a chunk at last.
+    """Rows that steps of prompts are made for, ascending: powers of two, and at last a whole chunk.
 
-    A step of more rows than MOST_PROMPT_ROWS takes a GPU longer than a host its launches.
+    At most MOST_PROMPT_ROWS: a step of more takes a GPU longer than a host its launches.
     """
     most = min(prefill_chunk, MOST_PROMPT_ROWS)
     powers = (1 << k for k in range(most.bit_length()))

@@ -1,7 +1,7 @@
 """Whose turn it is: steps from the host hold up everybody who decodes ahead of it.
 
-Such a step is launched kernel by kernel, which takes several times as long as a device round, and
-the next round waits behind it.
+Such a step is launched by the host, all of it or, of prompts, what a graph does not hold. It takes
+as long as several device rounds, and the next round waits behind it.
 """
 
 from __future__ import annotations

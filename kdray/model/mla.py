@@ -27,7 +27,8 @@ from kdray.model.layers import RmsNorm
 from kdray.model.prefill import attend_block, merge_states
 
 # Known rows from which expanding the latents pays. FLOPs cross at C (N + V) / (2 C - N - V) rows,
-# 171 for Kimi; measured with the demo's sizes on a CPU the two forms meet at about 256.
+# 171 for Kimi; measured with the demo's sizes on a CPU the two forms meet at about 256. (On an H200
+# they do between 512 and 2,048; steps of up to 512 rows are passes there, which never expand.)
 EXPAND_FROM_ROWS = 256
 KEY_BLOCK = 1024  # cached keys expanded at a time, where scores are held
 # Of all heads, where a kernel holds no scores: 40 MB of keys and values for Kimi's 8 heads a rank,

@@ -65,7 +65,7 @@ class PromptPasses:
 
     def capture(self, pool: Any) -> int:
         """Record every size as a CUDA graph, largest first, while all other ranks do so; returns
-        the bytes this took. What others record in the pool leaves the outputs alone."""
+        the bytes this took. Graphs recorded in the pool later leave the outputs alone."""
         device = self._rows.device
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # what is freed on the device while a graph is recorded would break it

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from jobs import make_checkpoint
 from kdray.kernels.graphs import shared_pool
-from tests.verifier.prompt_plans import roots_of, slots_of, steps, verifiers
+from tests.gpu.test_kv_room import WIDER
+from tests.verifier.prompt_plans import check_steps, verifiers
 
 pytestmark = pytest.mark.gpu
 
 
-def test_replays_say_what_launches_say(device: torch.device) -> None:
-    passing, launching = verifiers(device)
+@pytest.mark.parametrize("kind", ["demo", "packed", "packed, fp8 cache"])
+def test_replays_say_what_launches_say(device: torch.device, tmp_path: Path, kind: str) -> None:
+    wishes: dict[str, object] = {}
+    if kind != "demo":
+        config_only = ["--out", str(tmp_path / "wider"), "--config-only", "--set", WIDER]
+        assert make_checkpoint.main(config_only) == 0
+        wishes = {"model": str(tmp_path / "wider"), "drafter": "none", "load_format": "dummy"}
+        wishes |= {"dtype": "bfloat16", "kv_dtype": "fp8" if "fp8" in kind else "auto"}
+    passing, launching = verifiers(device, **wishes)
     assert passing.prompts is not None
     assert passing.prompts.capture(shared_pool(device)) > 0
-    done = []
-    for plan in [*steps(), *steps()]:  # again over what is there: the same numbers
-        done.append(plan)
-        trees = roots_of(plan, device)
-        mine, other = (v.verify(plan, trees) for v in (passing, launching))
-        assert torch.equal(mine.token, other.token) and mine.broken == other.broken == frozenset()
-        torch.testing.assert_close(mine.features, other.features, rtol=1e-3, atol=1e-3)
-        written = slots_of(done)
-        for cache, wanted in zip(passing.cache.layers, launching.cache.layers, strict=True):
-            torch.testing.assert_close(cache[written], wanted[written], rtol=1e-3, atol=1e-3)
-            others = torch.ones(len(cache), dtype=torch.bool, device=device)
-            others[written] = False
-            others[-passing.cache.page_size :] = False  # the spare page takes the padding
-            assert not cache[others].any()
+    check_steps(passing, launching, exact=kind == "demo")
     del passing, launching  # with their graphs

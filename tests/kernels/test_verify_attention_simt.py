@@ -228,9 +228,13 @@ def test_a_batch_of_the_device_equals_the_reference() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_known_rows_of_the_device_equal_the_reference() -> None:
-    """Requests of any number of known tokens, one that has none, and padding behind the last."""
-    parts = [Part(20, known=5), Part(0, known=33), Part(7, known=0), Part(40, known=1, padding=9)]
+@pytest.mark.parametrize("behind", ["nobody", "the last"])
+def test_known_rows_of_the_device_equal_the_reference(behind: str) -> None:
+    """Requests of any number of known tokens, one that has none, and padding: of a request that has
+    no other rows, or behind the last one's."""
+    parts = [Part(20, known=5), Part(0, known=33), Part(7, known=0), Part(40, known=1)]
+    parts += [Part(9, known=0, padding=11)] if behind == "nobody" else []
+    parts[3] = replace(parts[3], padding=0 if behind == "nobody" else 9)
     case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.float32)
     rows = case.rows()
     batch = DevicePromptBatch(

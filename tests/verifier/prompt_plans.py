@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kdray.config import EngineConfig
 from kdray.core.plan import Candidates, DraftTrees, PlannedRequest, StepPlan
@@ -19,17 +20,17 @@ PAGE_SIZE, PAGES_EACH, REQUESTS, CHUNK = 16, 24, 4, 300
 VOCAB = 500  # of which tokens are drawn
 
 
-def verifiers(device: torch.device) -> tuple[Verifier, Verifier]:
-    """With passes and without: alike, with a cache each."""
+def verifiers(device: torch.device, **wishes: object) -> tuple[Verifier, Verifier]:
+    """With passes and without: alike, with a cache each. wishes: of an EngineConfig."""
     config = EngineConfig(
         device=device.type,  # type: ignore[arg-type]
-        dtype="float32",
         mode="plain",
         max_requests=REQUESTS,
         max_model_len=PAGES_EACH * PAGE_SIZE,
         prefill_chunk=CHUNK,
         page_size=PAGE_SIZE,
         num_pages=REQUESTS * PAGES_EACH,
+        **({"dtype": "float32"} | wishes),  # type: ignore[arg-type]
     )
     facts, ops, rounds = resolve(config), load_ops(device), load_round_ops(device)
     launching = build_verifier(config, facts, ops, taps=(0, 2))
@@ -65,6 +66,40 @@ def steps() -> Iterator[StepPlan]:
         rows = [planned(r, cached[r], count) for r, count in enumerate(counts) if count]
         cached = [done + count for done, count in zip(cached, counts, strict=True)]
         yield StepPlan(step=number, requests=tuple(rows))
+
+
+def check_steps(passing: Verifier, launching: Verifier, *, exact: bool) -> None:
+    """Both say, write and tap the same, and a pass touches nothing else but the spare page.
+
+    exact: up to the order of sums in float32; else in bf16, where rounding sends many a row of
+    random weights to other experts: most rows, and loosely
+    """
+    device = passing.cache.layers[0].device
+    done: list[StepPlan] = []
+    for plan in [*steps(), *steps()]:  # again over what is there: the same numbers
+        done.append(plan)
+        trees = roots_of(plan, device)
+        mine, other = (verifier.verify(plan, trees) for verifier in (passing, launching))
+        assert mine.broken == other.broken == frozenset()
+        check_rows(mine.features, other.features, exact=exact)
+        if exact:
+            assert torch.equal(mine.token, other.token)
+        written = slots_of(done)
+        for cache, wanted in zip(passing.cache.layers, launching.cache.layers, strict=True):
+            if cache.dtype != torch.uint8:  # rows in fp8 hold codes and scales
+                check_rows(cache[written], wanted[written], exact=exact)
+            others = torch.ones(len(cache), dtype=torch.bool, device=device)
+            others[written] = False
+            others[-PAGE_SIZE:] = False
+            assert not cache[others].any(), "what no request has run stays as it was"
+
+
+def check_rows(found: Tensor, wanted: Tensor, *, exact: bool) -> None:
+    if exact:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        return
+    off = (found.float() - wanted.float()).norm(dim=1) / wanted.float().norm(dim=1)
+    assert off.isfinite().all() and off.quantile(0.6) < 0.04, off
 
 
 def roots_of(plan: StepPlan, device: torch.device) -> DraftTrees:

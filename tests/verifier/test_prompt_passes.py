@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kdray.config import EngineConfig
 from kdray.core.plan import StepPlan
+from kdray.engine import resolve
+from kdray.engine_rounds import prompt_passes
 from kdray.model.target import TargetModel
 from kdray.verifier.prompt_passes import PromptPasses
-from tests.verifier.prompt_plans import planned, roots_of, slots_of, steps, verifiers
+from tests.verifier.prompt_plans import check_steps, planned, verifiers
 
 CPU = torch.device("cpu")
 
@@ -31,20 +34,9 @@ def test_a_pass_says_writes_and_taps_what_launches_do(monkeypatch: pytest.Monkey
         return forward(self, batch, caches)
 
     monkeypatch.setattr(TargetModel, "forward", counted)
-    done: list[StepPlan] = []
-    for plan in steps():
-        done.append(plan)
-        mine, other = (v.verify(plan, roots_of(plan, CPU)) for v in (passing, launching))
-        assert torch.equal(mine.token, other.token) and mine.broken == other.broken == frozenset()
-        torch.testing.assert_close(mine.features, other.features, rtol=1e-4, atol=1e-4)
-        written = slots_of(done)
-        for cache, wanted in zip(passing.cache.layers, launching.cache.layers, strict=True):
-            torch.testing.assert_close(cache[written], wanted[written], rtol=1e-4, atol=1e-4)
-            others = torch.ones(len(cache), dtype=torch.bool)
-            others[written] = False
-            others[-passing.cache.page_size :] = False  # the spare page takes the padding
-            assert not cache[others].any(), "what no request has run stays as it was"
-    assert rows[::2] == [32, 256, 32, 300, 128, 32] and rows[1::2] == [17, 200, 7, 295, 124, 32]
+    check_steps(passing, launching, exact=True)
+    assert rows[::2] == 2 * [32, 256, 32, 300, 128, 32]
+    assert rows[1::2] == 2 * [17, 200, 7, 295, 124, 32]
 
 
 def test_steps_that_draft_are_no_passes() -> None:
@@ -62,3 +54,15 @@ def test_more_rows_than_any_pass_has_are_launched() -> None:
     assert passes.size_for(StepPlan(step=0, requests=parts[:3])) == 256
     crowd = tuple(replace(parts[0], slot=slot) for slot in range(5))
     assert passes.size_for(StepPlan(step=0, requests=crowd)) is None, "of 4 slots"
+
+
+def test_passes_in_bfloat16() -> None:
+    check_steps(*verifiers(CPU, dtype="bfloat16"), exact=False)
+
+
+def test_rows_that_attentions_kernel_does_not_take_have_no_passes() -> None:
+    config = EngineConfig(device="cpu")
+    facts = resolve(config)
+    model = replace(facts.model, kv_lora_rank=48)
+    on_gpu = replace(facts, device=torch.device("cuda"), model=model)
+    assert prompt_passes(config, on_gpu, None, None, None) is None  # type: ignore[arg-type]
