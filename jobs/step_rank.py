@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kdray.config import EngineConfig
 from kdray.engine import round_sizes
-from kdray.engine_rounds import prompt_passes
+from kdray.engine_rounds import step_passes
 from kdray.facts import EngineFacts
 from kdray.kernels.ops import LiveRows, Ops, RoutingRule, load_ops
 from kdray.kernels.round_ops import RoundOps, load_round_ops
@@ -252,13 +252,13 @@ def _tables(model: TargetModel, facts: EngineFacts) -> Vocabulary:
 
 
 def with_passes(rank: Rank, config: EngineConfig) -> Verifier:
-    """The rank's verifier as an engine of that config has it, with passes over prompts, where it
-    has any; not captured yet."""
+    """The rank's verifier as an engine of that config has it, with passes, where it has any; they
+    are not captured yet."""
     own, facts = rank.verifier, rank.facts
-    passes = prompt_passes(config, facts, own.model, own.cache, round_sizes(config, facts))
+    passes = step_passes(config, facts, own.model, own.cache, round_sizes(config, facts))
     draws = rank.shard.rank == 0
     return Verifier(
-        own.model, own.cache, rank.ops, draws=draws, round_ops=rank.round_ops, prompts=passes  # type: ignore[arg-type]
+        own.model, own.cache, rank.ops, draws=draws, round_ops=rank.round_ops, passes=passes  # type: ignore[arg-type]
     )  # fmt: skip
 
 

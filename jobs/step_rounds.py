@@ -26,7 +26,7 @@ from kdray.core.request import SamplingParams
 from kdray.driver.device_round import DeviceRound, RoundParts
 from kdray.driver.stages import VERBS
 from kdray.engine import assemble, make_request
-from kdray.engine_rounds import capture_prompts
+from kdray.engine_rounds import capture_passes
 from kdray.kernels.graphs import shared_pool
 from kdray.kernels.page_tables import PageTables
 from kdray.verifier.follower import FollowerRounds
@@ -128,7 +128,7 @@ def engine_round(
     config = replace(rank.config, max_requests=requests, budget=budget)
     start = time.perf_counter()
     verifier, pool = with_passes(rank, config), shared_pool(rank.device)
-    capture_prompts(verifier, rank.device, pool)
+    capture_passes(verifier, rank.device, pool)
     group = LocalGroup(verifier)
     engine = assemble(config, rank.facts, rank.ops, rank.drafter, group, rank.round_ops, pool)  # type: ignore[arg-type]
     captured = time.perf_counter()

@@ -18,7 +18,7 @@ from step_rank import Rank, with_passes
 from torch import Tensor
 
 from kdray.config import EngineConfig
-from kdray.core.buckets import MOST_PROMPT_ROWS
+from kdray.core.buckets import MOST_PASS_ROWS
 from kdray.core.plan import (
     Candidates,
     DeviceVerified,
@@ -65,7 +65,7 @@ class StepCase:
 def cases(
     tokens: Sequence[int], contexts: Sequence[int], ways: Sequence[str], rank: Rank
 ) -> Iterator[StepCase]:
-    has_passes = with_passes(rank, rank.config).prompts is not None
+    has_passes = with_passes(rank, rank.config).passes is not None
     for context in contexts:
         for rows in tokens:
             if "tree" in ways:
@@ -76,7 +76,7 @@ def cases(
                 continue
             if "prompt" in ways:
                 yield StepCase(way="prompt", tokens=rows, context=context, requests=1)
-            if "pass" in ways and rows <= MOST_PROMPT_ROWS and has_passes:
+            if "pass" in ways and rows <= MOST_PASS_ROWS and has_passes:
                 yield StepCase(way="pass", tokens=rows, context=context, requests=1)
 
 
@@ -124,9 +124,9 @@ def with_pass(rank: Rank, case: StepCase) -> Verifier:
     """The rank's verifier with a captured pass for the case, of an engine with SLOTS requests."""
     config = replace(rank.config, max_requests=SLOTS, prefill_chunk=case.tokens)
     verifier = with_passes(rank, config)
-    assert verifier.prompts is not None, "cases() asks first"
+    assert verifier.passes is not None, "cases() asks first"
     if rank.device.type == "cuda":
-        verifier.prompts.capture(shared_pool(rank.device))
+        verifier.passes.capture(shared_pool(rank.device))
     return verifier
 
 

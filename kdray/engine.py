@@ -26,9 +26,9 @@ from kdray.engine_rounds import (
     RoundSizes,
     ahead_decoder,
     can_run_ahead,
-    capture_prompts,
+    capture_passes,
     follower_rounds,
-    prompt_passes,
+    step_passes,
 )
 from kdray.errors import InvalidRequest
 from kdray.facts import EngineFacts, resolve
@@ -123,14 +123,14 @@ def build_verifier(
         row=facts.kv_row,
         device=facts.device,
     )
-    prompts = None
+    passes = None
     if round_ops is not None:
-        prompts = prompt_passes(config, facts, model, cache, round_sizes(config, facts))
+        passes = step_passes(config, facts, model, cache, round_sizes(config, facts))
     draws, profile = shard.rank == 0, facts.acceptance
     if profile is None:
-        return Verifier(model, cache, ops, draws=draws, round_ops=round_ops, prompts=prompts)
+        return Verifier(model, cache, ops, draws=draws, round_ops=round_ops, passes=passes)
     return SyntheticVerifier(
-        model, cache, ops, profile=profile, draws=draws, round_ops=round_ops, prompts=prompts
+        model, cache, ops, profile=profile, draws=draws, round_ops=round_ops, passes=passes
     )
 
 
@@ -176,7 +176,7 @@ def build_engine(
     )
     part = load_drafter(config, facts, ops, verifier.model)
     pool = shared_pool(facts.device)
-    capture_prompts(verifier, facts.device, pool)
+    capture_passes(verifier, facts.device, pool)
     group = make_group(verifier)
     drafter = leading_drafter(facts, part, group)
     return assemble(config, facts, ops, drafter, group, round_ops, pool)
@@ -210,7 +210,7 @@ def build_follower(
     if round_ops is None:
         return Follower(verifier=verifier, drafter=drafter, rounds=None)
     pool, sizes = shared_pool(facts.device), round_sizes(config, facts)
-    capture_prompts(verifier, facts.device, pool)
+    capture_passes(verifier, facts.device, pool)
     rounds = follower_rounds(verifier, collectives, round_ops, sizes, facts.device, drafter, pool)
     return Follower(verifier=verifier, drafter=drafter, rounds=rounds)
 

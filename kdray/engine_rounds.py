@@ -28,7 +28,7 @@ from kdray.model.parallel import Collectives
 from kdray.model.target import TargetModel
 from kdray.verifier.follower import FollowerRounds
 from kdray.verifier.kv_cache import KVCache
-from kdray.verifier.prompt_passes import PromptPasses
+from kdray.verifier.step_passes import StepPasses
 from kdray.verifier.verifier import Verifier
 
 PROGRESS_WIDTH = 30
@@ -93,34 +93,37 @@ def can_run_ahead(config: EngineConfig, facts: EngineFacts) -> bool:
     return reason is None
 
 
-def prompt_passes(
+def step_passes(
     config: EngineConfig, facts: EngineFacts, model: TargetModel, cache: KVCache, sizes: RoundSizes
-) -> PromptPasses | None:
-    """A rank's steps of prompts that need few launches; None where a graph could not hold them."""
+) -> StepPasses | None:
+    """A rank's passes over planned steps; None where a graph could not hold them."""
     latent, rope = facts.model.kv_lora_rank, facts.model.qk_rope_head_dim
     if facts.device.type == "cuda" and not takes_sizes(
         facts.dtype, latent, rope, config.page_size, facts.kv_row.is_fp8
     ):
         return None  # what serves such sizes reads the batch on the host
-    return PromptPasses(
+    return StepPasses(
         model,
         cache,
         prefill_chunk=config.prefill_chunk,
         requests=sizes.slots,
+        most_nodes=sizes.buckets.num_nodes[-1],
         pages=sizes.pages,
         spare_slot=sizes.spare_page * sizes.page_size,
     )
 
 
-def capture_prompts(verifier: Verifier, device: torch.device, pool: Any) -> None:
+def capture_passes(verifier: Verifier, device: torch.device, pool: Any) -> None:
     """On GPUs, while every other rank does so; pool: kernels.graphs.shared_pool."""
-    if verifier.prompts is None or device.type != "cuda":
+    if verifier.passes is None or device.type != "cuda":
         return
     start = time.perf_counter()
     with on_device(device):
-        taken = verifier.prompts.capture(pool)
+        taken = verifier.passes.capture(pool)
     seconds = time.perf_counter() - start
-    _log.info("captured the prompts' passes in %.1f s; they take %.0f MiB", seconds, taken / MIB)
+    _log.info(
+        "captured the passes of planned steps in %.1f s; they take %.0f MiB", seconds, taken / MIB
+    )
 
 
 def ahead_decoder(parts: RoundParts, sizes: RoundSizes, candidates: int, pool: Any) -> AheadDecoder:

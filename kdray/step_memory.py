@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kdray.config import EngineConfig
-from kdray.core.buckets import Buckets, prompt_sizes
+from kdray.core.buckets import Buckets, pass_sizes
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.mla import EXPAND_FROM_ROWS, ROW_BLOCK_FUSED, key_block
@@ -42,7 +42,7 @@ class StepMemory:
 
     @property
     def graphs(self) -> int:
-        """Every round and every pass over prompts that is captured, by its kernels, and the pool
+        """Every round and every planned step's pass that is captured, by its kernels, and the pool
         that their arrays share.
 
         Ranks deal the rows of a round's logits out, so each holds its part of them. Of a pass its
@@ -54,13 +54,13 @@ class StepMemory:
         nodes = rounds * (layers * NODES_A_LAYER + NODES_A_ROUND) * GRAPH_NODE_BYTES
         logits = self._drawn_bytes(-(-self._drawn // self.config.tp))
         round_holds = self._layer_bytes(self._drawn) + max(logits, self._draft_logits)
-        pass_holds = self._layer_bytes(prompt_sizes(self.config.prefill_chunk)[-1])
-        return nodes + self._prompt_passes + max(round_holds, pass_holds)
+        pass_holds = self._layer_bytes(pass_sizes(self.config.prefill_chunk)[-1])
+        return nodes + self._step_passes + max(round_holds, pass_holds)
 
     @property
-    def _prompt_passes(self) -> int:
+    def _step_passes(self) -> int:
         """Their kernels and outputs; the last norm's holds the sum before it, too."""
-        sizes, layers = prompt_sizes(self.config.prefill_chunk), self.model.num_hidden_layers
+        sizes, layers = pass_sizes(self.config.prefill_chunk), self.model.num_hidden_layers
         nodes = len(sizes) * layers * NODES_A_PASS_LAYER * GRAPH_NODE_BYTES
         kept = sum(sizes) * (2 + self._taps) * self.model.hidden_size * self.dtype.itemsize
         return nodes + kept

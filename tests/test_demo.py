@@ -69,7 +69,7 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request() -> None:
         assert llm.driver.scheduler.pages.num_used == 0
 
 
-def test_one_string_is_no_list_of_prompts() -> None:
+def test_one_string_is_no_list_of_planned() -> None:
     with LLM(EngineConfig(device="cpu", threads=1)) as llm, pytest.raises(InvalidRequest):
         llm.generate("Once upon a time")
 

@@ -57,6 +57,6 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: object, said: st
     assert llm.driver.scheduler.num_waiting == 0
 
 
-def test_a_prompt_is_no_list_of_prompts(llm: LLM) -> None:
+def test_a_prompt_is_no_list_of_planned(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="a list of prompts"):
         llm.generate("Once upon a time")

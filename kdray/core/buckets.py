@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BucketSize = tuple[int, int]  # requests, nodes
-LEAST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 512
+LEAST_PASS_ROWS, MOST_PASS_ROWS = 32, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class Buckets:
         return sorted(((r, n) for r in self.requests for n in self.num_nodes), reverse=True)
 
 
-def prompt_sizes(prefill_chunk: int) -> tuple[int, ...]:
+def pass_sizes(prefill_chunk: int) -> tuple[int, ...]:
     """Rows that steps of prompts are made for, ascending: powers of two, and at last a whole chunk.
 
-    At most MOST_PROMPT_ROWS: a step of more takes a GPU longer than a host its launches.
+    At most MOST_PASS_ROWS: a step of more takes a GPU longer than a host its launches.
     """
-    most = min(prefill_chunk, MOST_PROMPT_ROWS)
+    most = min(prefill_chunk, MOST_PASS_ROWS)
     powers = (1 << k for k in range(most.bit_length()))
-    return (*(size for size in powers if LEAST_PROMPT_ROWS <= size < most), most)
+    return (*(size for size in powers if LEAST_PASS_ROWS <= size < most), most)

@@ -58,21 +58,23 @@ class DeviceAttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DevicePromptBatch:
-    """Who may see whom among known tokens alone, whose numbers a graph reads anew: T rows.
+class DevicePlannedBatch:
+    """An AttentionBatch whose numbers lie on the device, where a graph reads them anew: T rows.
 
-    Request r has rows row_start[r] .. row_start[r + 1]. The first num_known[r] are real: row i is
-    at cache position num_cached[r] + i and sees every position up to that. The others give 0.
+    Of request r's rows, row_start[r] .. row_start[r + 1], the first num_known[r] + num_nodes[r] - 1
+    are real; the others give 0. A request with num_known 0 has no real rows.
 
-    row_start   [R + 1] int32, T at last      num_cached, num_known   [R] int32
-    page_table  [R, P] int32
+    row_start    [R + 1] int32, T at last      num_cached, num_known, num_nodes   [R] int32
+    page_table   [R, P] int32                  mask   [R, N, W] int32 ancestor bits
     """
 
     row_start: Tensor
     num_cached: Tensor
     num_known: Tensor
+    num_nodes: Tensor
     page_table: Tensor
     page_size: int
+    mask: Tensor
     num_rows: int
 
 
@@ -96,4 +98,4 @@ class DraftAttentionBatch:
     window: int | None
 
 
-AnyAttentionBatch = AttentionBatch | DeviceAttentionBatch | DevicePromptBatch
+AnyAttentionBatch = AttentionBatch | DeviceAttentionBatch | DevicePlannedBatch

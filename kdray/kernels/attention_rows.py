@@ -11,7 +11,7 @@ from torch import Tensor
 from kdray.kernels.attention_batch import (
     AttentionBatch,
     DeviceAttentionBatch,
-    DevicePromptBatch,
+    DevicePlannedBatch,
 )
 
 
@@ -67,10 +67,10 @@ class AttentionRows:
         )
 
     @classmethod
-    def of_device(cls, batch: DeviceAttentionBatch | DevicePromptBatch) -> AttentionRows:
-        """Trees of one root and N nodes each, or known tokens alone; nothing is read back."""
-        if isinstance(batch, DevicePromptBatch):
-            return cls._of_prompts(batch)
+    def of_device(cls, batch: DeviceAttentionBatch | DevicePlannedBatch) -> AttentionRows:
+        """Trees of one root and N nodes each, or a planned step's rows; nothing is read back."""
+        if isinstance(batch, DevicePlannedBatch):
+            return cls._of_planned(batch)
         requests, nodes, _ = batch.mask.shape
         device = batch.mask.device
         return cls(
@@ -85,17 +85,15 @@ class AttentionRows:
         )
 
     @classmethod
-    def _of_prompts(cls, batch: DevicePromptBatch) -> AttentionRows:
-        """The last known token is a tree's only node."""
-        alone = torch.ones_like(batch.num_known)
+    def _of_planned(cls, batch: DevicePlannedBatch) -> AttentionRows:
         return cls(
             row_start=batch.row_start,
             num_cached=batch.num_cached,
             num_known=batch.num_known,
-            num_nodes=alone,
+            num_nodes=batch.num_nodes,
             page_table=batch.page_table,
             page_size=batch.page_size,
-            mask=alone.view(-1, 1, 1),
+            mask=batch.mask,
             rows_cap=batch.num_rows,
         )
 

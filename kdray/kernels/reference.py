@@ -29,7 +29,7 @@ from kdray.kernels.attention_batch import (
     AnyAttentionBatch,
     AttentionBatch,
     DeviceAttentionBatch,
-    DevicePromptBatch,
+    DevicePlannedBatch,
     DraftAttentionBatch,
 )
 from kdray.kernels.ops import SamplingRows
@@ -37,7 +37,7 @@ from kdray.kernels.reference_attention import (
     AttentionTile,
     attend,
     attend_on_device,
-    known_rows,
+    planned_rows,
     scatter,
     tile_batch,
 )
@@ -74,7 +74,7 @@ class ReferenceOps:
         self.device = device
         # Every layer of a step attends alike, so who sees whom is laid out once a batch.
         self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
-        self._prompts: WeakKeyDictionary[DevicePromptBatch, tuple[Tensor, AttentionBatch]] = (
+        self._planned: WeakKeyDictionary[DevicePlannedBatch, tuple[Tensor, AttentionBatch]] = (
             WeakKeyDictionary()
         )
         self._views: WeakKeyDictionary[DraftAttentionBatch, BlockView] = WeakKeyDictionary()
@@ -107,8 +107,8 @@ class ReferenceOps:
     ) -> Tensor:
         if isinstance(batch, DeviceAttentionBatch):
             return attend_on_device(query, cache, batch, scale, latent_dim)
-        if isinstance(batch, DevicePromptBatch):
-            return self._attend_prompts(query, cache, batch, scale, latent_dim)
+        if isinstance(batch, DevicePlannedBatch):
+            return self._attend_planned(query, cache, batch, scale, latent_dim)
         tiles = self._tiles.get(batch)
         if tiles is None:
             tiles = self._tiles[batch] = tile_batch(batch)
@@ -119,14 +119,14 @@ class ReferenceOps:
             scatter(attend(query, cache, tile, scale, latent_dim), tile, out)
         return out
 
-    def _attend_prompts(
-        self, query: Tensor, cache: Tensor, batch: DevicePromptBatch, scale: float, latent_dim: int
+    def _attend_planned(
+        self, query: Tensor, cache: Tensor, batch: DevicePlannedBatch, scale: float, latent_dim: int
     ) -> Tensor:
         """By the numbers that the device has, read back."""
-        known = self._prompts.get(batch)
-        if known is None:
-            known = self._prompts[batch] = known_rows(batch)
-        rows, on_host = known
+        found = self._planned.get(batch)
+        if found is None:
+            found = self._planned[batch] = planned_rows(batch)
+        rows, on_host = found
         out = query.new_zeros(*query.shape[:2], latent_dim)
         if len(rows):
             out[rows] = self.verify_attention(query[rows], cache, on_host, scale, latent_dim)

@@ -19,7 +19,7 @@ from kdray.core.tree import WORD_BITS, mask_to_bool
 from kdray.kernels.attention_batch import (
     AttentionBatch,
     DeviceAttentionBatch,
-    DevicePromptBatch,
+    DevicePlannedBatch,
 )
 from kdray.kernels.latent_rows import gathered
 
@@ -220,20 +220,21 @@ def _seen_on_device(batch: DeviceAttentionBatch, num_keys: int) -> Tensor:
     return (relative < 0)[:, None] | (is_node & named.bool().gather(2, place))
 
 
-def known_rows(batch: DevicePromptBatch) -> tuple[Tensor, AttentionBatch]:
+def planned_rows(batch: DevicePlannedBatch) -> tuple[Tensor, AttentionBatch]:
     """The rows that are real, [t] int64, and the batch of them alone, as the host has it."""
     device = batch.page_table.device
-    starts, cached, known = (
-        numbers.cpu().numpy() for numbers in (batch.row_start, batch.num_cached, batch.num_known)
-    )
+    numbers = (batch.row_start, batch.num_cached, batch.num_known, batch.num_nodes)
+    starts, cached, known, nodes = (number.cpu().numpy() for number in numbers)
     there = np.flatnonzero(known)
-    rows = [starts[r] + np.arange(known[r]) for r in there]
+    counts = (known + nodes - 1)[there]
+    rows = [start + np.arange(count) for start, count in zip(starts[there], counts, strict=True)]
+    own = torch.from_numpy(there).to(device)
     on_host = AttentionBatch(
-        row_start=(0, *np.cumsum(known[there]).tolist()),
+        row_start=(0, *np.cumsum(counts).tolist()),
         num_cached=tuple(cached[there].tolist()),
         num_known=tuple(known[there].tolist()),
-        page_table=batch.page_table[torch.from_numpy(there).to(device)],
+        page_table=batch.page_table[own],
         page_size=batch.page_size,
-        mask=torch.ones(len(there), 1, 1, dtype=torch.int32, device=device),
+        mask=batch.mask[own],
     )
     return torch.from_numpy(np.concatenate([[], *rows]).astype(np.int64)).to(device), on_host

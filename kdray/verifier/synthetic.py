@@ -19,7 +19,7 @@ from kdray.kernels.ops import Ops
 from kdray.kernels.round_ops import RoundOps
 from kdray.model.target import TargetModel
 from kdray.verifier.kv_cache import KVCache
-from kdray.verifier.prompt_passes import PromptPasses
+from kdray.verifier.step_passes import StepPasses
 from kdray.verifier.verifier import Verifier
 
 DRAWS = 1 << 16  # uniform numbers; a request reads on from a place that its seed gives
@@ -39,9 +39,9 @@ class SyntheticVerifier(Verifier):
         profile: AcceptanceProfile,
         draws: bool = True,
         round_ops: RoundOps | None = None,
-        prompts: PromptPasses | None = None,
+        passes: StepPasses | None = None,
     ) -> None:
-        super().__init__(model, cache, ops, draws=draws, round_ops=round_ops, prompts=prompts)
+        super().__init__(model, cache, ops, draws=draws, round_ops=round_ops, passes=passes)
         self._assumed = AssumedTokens(profile, model.config.vocab_size, cache.layers[0].device)
 
     @torch.inference_mode()

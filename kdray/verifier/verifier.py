@@ -22,7 +22,7 @@ from kdray.model.target import TargetModel
 from kdray.verifier.draw import draw
 from kdray.verifier.kv_cache import KVCache
 from kdray.verifier.layout import StepLayout, lay_out
-from kdray.verifier.prompt_passes import PromptPasses
+from kdray.verifier.step_passes import StepPasses
 
 
 class Verifier:
@@ -40,17 +40,17 @@ class Verifier:
         *,
         draws: bool = True,
         round_ops: RoundOps | None = None,
-        prompts: PromptPasses | None = None,
+        passes: StepPasses | None = None,
     ) -> None:
         """round_ops: for the steps that run without the host; None where there are none.
 
-        prompts: of this model over this cache; None: such steps are launched kernel by kernel
+        passes: of this model over this cache; None: such steps are launched kernel by kernel
         """
         self.model = model
         self.cache = cache
         self._ops = ops
         self._round_ops = round_ops
-        self.prompts = prompts
+        self.passes = passes
         self._draws = draws
         self._device = cache.layers[0].device
         self._layout: StepLayout | None = None
@@ -72,10 +72,10 @@ class Verifier:
         return Verified(token=token, features=output.features, broken=broken)
 
     def _forward(self, layout: StepLayout) -> TargetOutput:
-        size = self.prompts.size_for(layout.plan) if self.prompts is not None else None
-        if self.prompts is None or size is None:
+        size = self.passes.size_for(layout) if self.passes is not None else None
+        if self.passes is None or size is None:
             return self.model.forward(layout.batch, self.cache.layers)
-        return self.prompts.run(size, layout)
+        return self.passes.run(size, layout)
 
     @torch.inference_mode()
     def commit(self, paths: AcceptedPaths) -> None:

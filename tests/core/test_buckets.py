@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kdray.core.buckets import prompt_sizes
+from kdray.core.buckets import pass_sizes
 
 
 @pytest.mark.parametrize(("chunk", "sizes"), [
@@ -10,4 +10,4 @@ from kdray.core.buckets import prompt_sizes
     (64, (32, 64)), (33, (32, 33)), (32, (32,)), (7, (7,)), (1, (1,)),
 ])  # fmt: skip
 def test_a_chunk_fits_a_pass_up_to_a_point(chunk: int, sizes: tuple[int, ...]) -> None:
-    assert prompt_sizes(chunk) == sizes
+    assert pass_sizes(chunk) == sizes

@@ -19,7 +19,7 @@ def test_a_turn_is_followed_by_as_much_time_for_the_others() -> None:
     assert not turns.is_due()
 
 
-def test_prompts_gather_behind_a_step_of_prompts_for_its_price_at_most() -> None:
+def test_prompts_gather_behind_a_step_of_planned_for_its_price_at_most() -> None:
     clock = [100.0]
     turns = PromptTurns(lambda: clock[0])
     assert turns.is_due(waiting=1, decoding=15)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import DeviceAttentionBatch, DevicePromptBatch
+from kdray.kernels.attention_batch import DeviceAttentionBatch, DevicePlannedBatch
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.cuda_plan import tile_sizes
@@ -229,27 +229,30 @@ def test_a_batch_of_the_device_equals_the_reference() -> None:
 
 
 @pytest.mark.parametrize("behind", ["nobody", "the last"])
-def test_known_rows_of_the_device_equal_the_reference(behind: str) -> None:
-    """Requests of any number of known tokens, one that has none, and padding: of a request that has
-    no other rows, or behind the last one's."""
-    parts = [Part(20, known=5), Part(0, known=33), Part(7, known=0), Part(40, known=1)]
+def test_planned_rows_of_the_device_equal_the_reference(behind: str) -> None:
+    """Known tokens, with trees behind some, a request without rows, and padding: of a request that
+    has no other rows, or behind the last one's."""
+    padding = 9 if behind == "the last" else 0
+    parts = [Part(20, known=5), Part(0, known=33, nodes=6), Part(7, known=0)]
+    parts += [Part(40, known=1, nodes=9, padding=padding)]
     parts += [Part(9, known=0, padding=11)] if behind == "nobody" else []
-    parts[3] = replace(parts[3], padding=0 if behind == "nobody" else 9)
     case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.float32)
     rows = case.rows()
-    batch = DevicePromptBatch(
+    batch = DevicePlannedBatch(
         row_start=rows.row_start,
         num_cached=rows.num_cached,
         num_known=rows.num_known,
+        num_nodes=rows.num_nodes,
         page_table=rows.page_table.clamp_min(0),
         page_size=16,
+        mask=rows.mask,
         num_rows=case.num_rows,
     )
     args = (case.query, case.cache, batch, SCALE, 64)
     found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
     wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert not found[39:].any() and found[:39].any(dim=(1, 2)).all()
+    assert not found[52:].any() and found[:52].any(dim=(1, 2)).all()
 
 
 PLANS = {

@@ -1,4 +1,4 @@
-"""Steps of prompts for a verifier with passes and for one without, over the demo's target."""
+"""Planned steps for a verifier with passes and for one without, over the demo's target."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kdray.kernels.round_ops import load_round_ops
 from kdray.verifier.verifier import Verifier
 
 PAGE_SIZE, PAGES_EACH, REQUESTS, CHUNK = 16, 24, 4, 300
+BUDGET, DEPTH, CANDIDATES = 6, 3, 4
 VOCAB = 500  # of which tokens are drawn
 
 
@@ -24,7 +25,7 @@ def verifiers(device: torch.device, **wishes: object) -> tuple[Verifier, Verifie
     """With passes and without: alike, with a cache each. wishes: of an EngineConfig."""
     config = EngineConfig(
         device=device.type,  # type: ignore[arg-type]
-        mode="plain",
+        budget=BUDGET,
         max_requests=REQUESTS,
         max_model_len=PAGES_EACH * PAGE_SIZE,
         prefill_chunk=CHUNK,
@@ -35,7 +36,7 @@ def verifiers(device: torch.device, **wishes: object) -> tuple[Verifier, Verifie
     facts, ops, rounds = resolve(config), load_ops(device), load_round_ops(device)
     launching = build_verifier(config, facts, ops, taps=(0, 2))
     passing = build_verifier(config, facts, ops, taps=(0, 2), round_ops=rounds)
-    assert passing.prompts is not None and launching.prompts is None
+    assert passing.passes is not None and launching.passes is None
     return passing, launching
 
 
@@ -57,13 +58,17 @@ def planned(slot: int, cached: int, count: int, *, budget: int = 0) -> PlannedRe
 
 
 def steps() -> Iterator[StepPlan]:
-    """Requests of all lengths side by side, each behind what it has cached."""
+    """Requests of all lengths side by side, each behind what it has cached; some draft."""
     cached = [0] * REQUESTS
     for number, counts in enumerate([
         (17, 0, 0, 0), (1, 40, 9, 150), (2, 3, 1, 1),
         (0, 0, 290, 5), (31, 31, 31, 31), (0, 32, 0, 0),
     ]):  # fmt: skip
-        rows = [planned(r, cached[r], count) for r, count in enumerate(counts) if count]
+        rows = [
+            planned(r, cached[r], count, budget=BUDGET - r if count == 1 else 0)
+            for r, count in enumerate(counts)
+            if count
+        ]
         cached = [done + count for done, count in zip(cached, counts, strict=True)]
         yield StepPlan(step=number, requests=tuple(rows))
 
@@ -78,7 +83,7 @@ def check_steps(passing: Verifier, launching: Verifier, *, exact: bool) -> None:
     done: list[StepPlan] = []
     for plan in [*steps(), *steps()]:  # again over what is there: the same numbers
         done.append(plan)
-        trees = roots_of(plan, device)
+        trees = trees_of(plan, device)
         mine, other = (verifier.verify(plan, trees) for verifier in (passing, launching))
         assert mine.broken == other.broken == frozenset()
         check_rows(mine.features, other.features, exact=exact)
@@ -98,20 +103,28 @@ def check_rows(found: Tensor, wanted: Tensor, *, exact: bool) -> None:
     if exact:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
         return
-    off = (found.float() - wanted.float()).norm(dim=1) / wanted.float().norm(dim=1)
+    size = wanted.float().norm(dim=1).clamp_min(1e-6)  # a tree may be smaller than its budget
+    off = (found.float() - wanted.float()).norm(dim=1) / size
     assert off.isfinite().all() and off.quantile(0.6) < 0.04, off
 
 
-def roots_of(plan: StepPlan, device: torch.device) -> DraftTrees:
+def trees_of(plan: StepPlan, device: torch.device) -> DraftTrees:
+    """Of random candidates, for those that draft."""
+    generator = torch.Generator().manual_seed(plan.step)
+    shape = (len(plan.requests), DEPTH, CANDIDATES)
+    token = torch.randint(3, VOCAB, shape, generator=generator, dtype=torch.int32)
+    score = -torch.randint(1, 1 << 23, shape, generator=generator, dtype=torch.int32)
+    score = score.sort(dim=-1, descending=True).values
     roots = torch.from_numpy(plan.roots).to(device)
-    none = torch.zeros(len(roots), 0, 0, dtype=torch.int32, device=device)
-    return load_ops(device).build_trees(Candidates(token=none, score=none), roots, [0] * len(roots))
+    candidates = Candidates(token=token.to(device), score=score.to(device))
+    return load_ops(device).build_trees(candidates, roots, [r.budget for r in plan.requests])
 
 
 def slots_of(plans: Sequence[StepPlan]) -> list[int]:
-    """Every cache slot that the plans write."""
+    """Every cache slot that the plans write, drafts' included."""
     found: list[int] = []
     for request in (request for plan in plans for request in plan.requests):
-        place = request.num_cached + np.arange(len(request.known), dtype=np.int64)
+        rows = len(request.known) + request.budget
+        place = request.num_cached + np.arange(rows, dtype=np.int64)
         found += request.slots_at(place, PAGE_SIZE).tolist()
     return found
