@@ -58,27 +58,6 @@ class DeviceAttentionBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DevicePlannedBatch:
-    """An AttentionBatch whose numbers lie on the device, where a graph reads them anew: T rows.
-
-    Of request r's rows, row_start[r] .. row_start[r + 1], the first num_known[r] + num_nodes[r] - 1
-    are real; the others give 0. A request with num_known 0 has no real rows.
-
-    row_start    [R + 1] int32, T at last      num_cached, num_known, num_nodes   [R] int32
-    page_table   [R, P] int32                  mask   [R, N, W] int32 ancestor bits
-    """
-
-    row_start: Tensor
-    num_cached: Tensor
-    num_known: Tensor
-    num_nodes: Tensor
-    page_table: Tensor
-    page_size: int
-    mask: Tensor
-    num_rows: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class DraftAttentionBatch:
     """What the blocks of R requests see, S slots each.
 
@@ -96,6 +75,3 @@ class DraftAttentionBatch:
     page_size: int
     causal: bool
     window: int | None
-
-
-AnyAttentionBatch = AttentionBatch | DeviceAttentionBatch | DevicePlannedBatch

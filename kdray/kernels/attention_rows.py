@@ -8,14 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import (
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DevicePlannedBatch,
-)
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class AttentionRows:
     """Whose rows are whose, on the device: what a captured launch reads anew at every replay.
 
@@ -67,10 +63,8 @@ class AttentionRows:
         )
 
     @classmethod
-    def of_device(cls, batch: DeviceAttentionBatch | DevicePlannedBatch) -> AttentionRows:
-        """Trees of one root and N nodes each, or a planned step's rows; nothing is read back."""
-        if isinstance(batch, DevicePlannedBatch):
-            return cls._of_planned(batch)
+    def of_device(cls, batch: DeviceAttentionBatch) -> AttentionRows:
+        """Trees of one root and N nodes each; nothing is read back."""
         requests, nodes, _ = batch.mask.shape
         device = batch.mask.device
         return cls(
@@ -84,18 +78,8 @@ class AttentionRows:
             rows_cap=nodes,
         )
 
-    @classmethod
-    def _of_planned(cls, batch: DevicePlannedBatch) -> AttentionRows:
-        return cls(
-            row_start=batch.row_start,
-            num_cached=batch.num_cached,
-            num_known=batch.num_known,
-            num_nodes=batch.num_nodes,
-            page_table=batch.page_table,
-            page_size=batch.page_size,
-            mask=batch.mask,
-            rows_cap=batch.num_rows,
-        )
+
+AnyAttentionBatch = AttentionBatch | DeviceAttentionBatch | AttentionRows
 
 
 def _check_reach(batch: AttentionBatch) -> None:

@@ -27,7 +27,8 @@ from kdray.kernels import (
     cuda_topk,
     cuda_trees,
 )
-from kdray.kernels.attention_batch import AnyAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import DraftAttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.cuda_commit import CacheTable
 from kdray.kernels.cuda_fused import CudaFused
 from kdray.kernels.cuda_gemm import CudaGemm

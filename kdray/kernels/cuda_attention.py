@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels import latent_rows
-from kdray.kernels.attention_batch import AnyAttentionBatch, AttentionBatch
-from kdray.kernels.attention_rows import AttentionRows
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_plan import MAX_BLOCKS, AttentionPlanner, AttentionSchedule
 from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoader
@@ -38,9 +38,10 @@ class CudaAttention:
         self._planner = AttentionPlanner(loader, plan)
         self._variant = dict(variant)
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
-        # Every layer of a step attends alike: what the layers share is laid out once a batch.
+        # Every layer of a step attends alike: what the layers share is laid out once a batch. None:
+        # the batch is the rows, which a value must not keep alive.
         self._laid_out: WeakKeyDictionary[
-            AnyAttentionBatch, tuple[AttentionRows, AttentionSchedule]
+            AnyAttentionBatch, tuple[AttentionRows | None, AttentionSchedule]
         ] = WeakKeyDictionary()
 
     def verify_attention(
@@ -57,13 +58,17 @@ class CudaAttention:
         """
         out = query.new_empty(*query.shape[:2], latent_dim)
         laid_out = self._laid_out.get(batch)
-        planned = laid_out is not None
+        rows = laid_out[0] if laid_out is not None else self._lay_out(batch)
+        if rows is None:
+            assert isinstance(batch, AttentionRows)
+            rows = batch
         if laid_out is None:
-            rows = self._lay_out(batch)
             _check(out, query, cache, rows)
-            laid_out = rows, self.schedule(rows, query.dtype, query.shape[1])
-            self._laid_out[batch] = laid_out
-        self.attend(out, query, cache, *laid_out, scale, planned=planned)
+            schedule = self.schedule(rows, query.dtype, query.shape[1])
+            self._laid_out[batch] = (None if rows is batch else rows), schedule
+        else:
+            schedule = laid_out[1]
+        self.attend(out, query, cache, rows, schedule, scale, planned=laid_out is not None)
         return out
 
     def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
@@ -113,6 +118,8 @@ class CudaAttention:
         )
 
     def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
+        if isinstance(batch, AttentionRows):
+            return batch
         if isinstance(batch, AttentionBatch):
             return AttentionRows.of(batch, self._loader.device)
         return AttentionRows.of_device(batch)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.request import SamplingParams
-from kdray.kernels.attention_batch import AnyAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_batch import DraftAttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.moe_layout import PackedExperts
 
 NO_ID = 2**31 - 1  # of a token that a shard does not have

@@ -25,13 +25,8 @@ from kdray.core.tree import (
     follow,
 )
 from kdray.kernels import reference_fused, reference_moe, reference_topk
-from kdray.kernels.attention_batch import (
-    AnyAttentionBatch,
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DevicePlannedBatch,
-    DraftAttentionBatch,
-)
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
 from kdray.kernels.ops import SamplingRows
 from kdray.kernels.reference_attention import (
     AttentionTile,
@@ -74,7 +69,7 @@ class ReferenceOps:
         self.device = device
         # Every layer of a step attends alike, so who sees whom is laid out once a batch.
         self._tiles: WeakKeyDictionary[AttentionBatch, list[AttentionTile]] = WeakKeyDictionary()
-        self._planned: WeakKeyDictionary[DevicePlannedBatch, tuple[Tensor, AttentionBatch]] = (
+        self._planned: WeakKeyDictionary[AttentionRows, tuple[Tensor, AttentionBatch]] = (
             WeakKeyDictionary()
         )
         self._views: WeakKeyDictionary[DraftAttentionBatch, BlockView] = WeakKeyDictionary()
@@ -107,7 +102,7 @@ class ReferenceOps:
     ) -> Tensor:
         if isinstance(batch, DeviceAttentionBatch):
             return attend_on_device(query, cache, batch, scale, latent_dim)
-        if isinstance(batch, DevicePlannedBatch):
+        if isinstance(batch, AttentionRows):
             return self._attend_planned(query, cache, batch, scale, latent_dim)
         tiles = self._tiles.get(batch)
         if tiles is None:
@@ -120,7 +115,7 @@ class ReferenceOps:
         return out
 
     def _attend_planned(
-        self, query: Tensor, cache: Tensor, batch: DevicePlannedBatch, scale: float, latent_dim: int
+        self, query: Tensor, cache: Tensor, batch: AttentionRows, scale: float, latent_dim: int
     ) -> Tensor:
         """By the numbers that the device has, read back."""
         found = self._planned.get(batch)

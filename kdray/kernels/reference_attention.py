@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdray.core.tree import WORD_BITS, mask_to_bool
-from kdray.kernels.attention_batch import (
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DevicePlannedBatch,
-)
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch
+from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.latent_rows import gathered
 
 TILE_ROWS = 256  # rows of a long request attended at once
@@ -220,7 +217,7 @@ def _seen_on_device(batch: DeviceAttentionBatch, num_keys: int) -> Tensor:
     return (relative < 0)[:, None] | (is_node & named.bool().gather(2, place))
 
 
-def planned_rows(batch: DevicePlannedBatch) -> tuple[Tensor, AttentionBatch]:
+def planned_rows(batch: AttentionRows) -> tuple[Tensor, AttentionBatch]:
     """The rows that are real, [t] int64, and the batch of them alone, as the host has it."""
     device = batch.page_table.device
     numbers = (batch.row_start, batch.num_cached, batch.num_known, batch.num_nodes)

@@ -12,12 +12,8 @@ from torch import Tensor
 from kdray.core.plan import AcceptedPaths
 from kdray.core.request import SamplingParams
 from kdray.kernels import selftest_experts, selftest_products
-from kdray.kernels.attention_batch import (
-    AnyAttentionBatch,
-    AttentionBatch,
-    DeviceAttentionBatch,
-    DraftAttentionBatch,
-)
+from kdray.kernels.attention_batch import AttentionBatch, DeviceAttentionBatch, DraftAttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.latent_rows import is_fp8
 from kdray.kernels.ops import Ops, PartialTopk, SamplingRows
 from kdray.kernels.reference import ReferenceOps

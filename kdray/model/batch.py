@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kdray.kernels.attention_batch import AnyAttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.ops import LiveRows
 
 

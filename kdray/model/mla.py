@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import AnyAttentionBatch, AttentionBatch
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.latent_rows import gathered
 from kdray.kernels.ops import Ops
 from kdray.kernels.page_tables import upload

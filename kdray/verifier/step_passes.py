@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kdray.core.buckets import pass_sizes
 from kdray.core.tree import WORD_BITS
-from kdray.kernels.attention_batch import AttentionBatch, DevicePlannedBatch
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.graphs import record
 from kdray.kernels.ops import LiveRows
 from kdray.kernels.page_tables import upload
@@ -116,7 +117,7 @@ class StepPasses:
             token=self._rows[TOKEN, :size],
             position=self._rows[POSITION, :size],
             slot=self._rows[SLOT, :size],
-            attention=DevicePlannedBatch(
+            attention=AttentionRows(
                 row_start=row_start,
                 num_cached=cached,
                 num_known=known,
@@ -124,7 +125,7 @@ class StepPasses:
                 page_table=self._page_table,
                 page_size=self._cache.page_size,
                 mask=self._mask,
-                num_rows=size,
+                rows_cap=size,
             ),
             live=LiveRows(slot=torch.zeros_like(real), num_nodes=real, nodes=size),
         )

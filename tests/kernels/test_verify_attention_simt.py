@@ -5,6 +5,7 @@ Matrix products are emulated from the documented fragments; all else is the kern
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdray.kernels.attention_batch import DeviceAttentionBatch, DevicePlannedBatch
+from kdray.kernels.attention_batch import DeviceAttentionBatch
+from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
 from kdray.kernels.cuda_attention import CudaAttention
 from kdray.kernels.cuda_plan import tile_sizes
@@ -238,7 +240,7 @@ def test_planned_rows_of_the_device_equal_the_reference(behind: str) -> None:
     parts += [Part(9, known=0, padding=11)] if behind == "nobody" else []
     case = make_case(parts, heads=2, latent=64, rope=16, page_size=16, dtype=torch.float32)
     rows = case.rows()
-    batch = DevicePlannedBatch(
+    batch = AttentionRows(
         row_start=rows.row_start,
         num_cached=rows.num_cached,
         num_known=rows.num_known,
@@ -246,12 +248,17 @@ def test_planned_rows_of_the_device_equal_the_reference(behind: str) -> None:
         page_table=rows.page_table.clamp_min(0),
         page_size=16,
         mask=rows.mask,
-        num_rows=case.num_rows,
+        rows_cap=case.num_rows,
     )
     args = (case.query, case.cache, batch, SCALE, 64)
-    found = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1)).verify_attention(*args)
+    attention = CudaAttention(simt_loader(), plan=AttentionPlan(2, 1))
+    found, again = (attention.verify_attention(*args) for _ in range(2))
+    assert torch.equal(again, found)
     wanted = ReferenceOps(torch.device("cpu")).verify_attention(*args)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    del args, batch
+    gc.collect()
+    assert not attention._laid_out, "a batch that is gone holds nothing"
     assert not found[52:].any() and found[:52].any(dim=(1, 2)).all()
 
 
