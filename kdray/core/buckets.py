@@ -33,7 +33,7 @@ class Buckets:
 
 
 def pass_sizes(prefill_chunk: int) -> tuple[int, ...]:
-    """Rows that steps of prompts are made for, ascending: powers of two, and at last a whole chunk.
+    """Rows that planned steps' passes have, ascending: powers of two, and at last a whole chunk.
 
     At most MOST_PASS_ROWS: a step of more takes a GPU longer than a host its launches.
     """

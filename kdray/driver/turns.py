@@ -1,6 +1,6 @@
 """Whose turn it is: steps from the host hold up everybody who decodes ahead of it.
 
-Such a step is launched by the host, all of it or, of prompts, what a graph does not hold. It takes
+Such a step is launched by the host: all of it, or what a graph of its forward pass leaves. It takes
 as long as several device rounds, and the next round waits behind it.
 """
 
