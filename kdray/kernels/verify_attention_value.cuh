@@ -8,6 +8,7 @@
 // of both that are neighbours: dimensions 2g and 2g + 1 of rows 2t and 2t + 1.
 #pragma once
 
+#include "attention_fragment.cuh"
 #include "verify_attention_ring.cuh"
 
 #if KV_FP8
@@ -20,17 +21,8 @@ __device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
     if (row + 1 < rows) to[LATENT / 2] = bf16_pair(x.y, x.w);
 }
 #else
-// 16 dimensions of the first `rows` of eight rows. Lanes whose dimensions are neighbours
-// exchange, so that each writes pairs: one row's the one, the next row's the other.
 __device__ __forceinline__ void write_fragment(u16* out, int rows, float4 x) {
-    const u32 lane = fresh_thread() % WARP, odd = lane / 4 % 2;
-    const float low = __shfl_xor_sync(ALL_LANES, odd ? x.x : x.y, 4);
-    const float high = __shfl_xor_sync(ALL_LANES, odd ? x.z : x.w, 4);
-    const int row = lane % 4 * 2 + odd;
-    if (row >= rows) return;
-    u32* const to = (u32*)(out + row * LATENT + lane / 4 - odd);
-    to[0] = odd ? bf16_pair(low, x.y) : bf16_pair(x.x, low);
-    to[4] = odd ? bf16_pair(high, x.w) : bf16_pair(x.z, high);
+    write_fragment<LATENT>(out, rows, x);
 }
 #endif
 

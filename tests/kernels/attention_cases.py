@@ -180,3 +180,33 @@ def quantised_case(case: Case, latent: int) -> StoredCase:
     rows = quantised(cache[:, :latent], cache[:, latent:])
     rows[cache.isnan().all(1)] = 0xFF
     return StoredCase(replace(case, cache=dequantised(rows, latent, rope)), rows)
+
+
+def every_row_alone(case: Case, latent: int) -> Case:
+    """The case's real rows as plain decoding has them: a request each, of one row, the keys that the
+    row sees in the cache in the order of their positions. `latent` is the width of a key's values."""
+    heads, width = case.query.shape[1:]
+    paths, queries = [], []
+    for r, part in enumerate(case.parts):
+        where = slots(case.batch, r, part.cached + part.rows)
+        for row, sees in enumerate(seen(part)):
+            paths.append(where[torch.from_numpy(sees)])
+            queries.append(case.query[case.batch.row_start[r] + row])
+    parts = [Part(len(path) - 1) for path in paths]
+    alone = make_case(
+        parts, heads=heads, latent=latent, rope=width - latent, page_size=case.batch.page_size,
+        dtype=case.query.dtype, seed=1,
+    )  # fmt: skip
+    cache = alone.cache.to(case.cache.device)
+    for r, path in enumerate(paths):
+        to = slots(alone.batch, r, len(path)).to(cache.device)
+        cache[to] = case.cache[path.to(cache.device)]
+    return replace(alone, query=torch.stack(queries), cache=cache)
+
+
+def real_rows(case: Case) -> Tensor:
+    """[T] bool: those that are no padding."""
+    real = torch.zeros(case.num_rows, dtype=torch.bool)
+    for start, part in zip(case.batch.row_start, case.parts, strict=False):
+        real[start : start + part.rows] = True
+    return real

@@ -1,0 +1,202 @@
+"""Launches verify_attention_invariant.cu: tree attention whose bits do not depend on the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdray.errors import KernelError
+from kdray.kernels.attention_batch import AttentionBatch
+from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
+from kdray.kernels.loader import MAX_BLOCK_BYTES, KernelLoader, processors_of
+
+LOG2_E = math.log2(math.e)
+EIGHT = 8  # heads of an item
+SEGMENTS = 64  # as in the .cu file, and so are the next three
+CHUNK = 64
+THREADS = 256
+PLAN_THREADS = 128
+BLOCKS_A_PROCESSOR = 2
+# Items of a launch: their parts are 2 MB an item of Kimi K2.6, 134 MB in all.
+LAUNCH_ITEMS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """What each of T rows sees: plan_invariant's info [T, 4] int32 and path [T, N] int32."""
+
+    info: Tensor
+    path: Tensor
+
+
+class CudaInvariantAttention:
+    """The op on one device. Its workspace serves one launch at a time: use it on one stream."""
+
+    def __init__(self, loader: KernelLoader) -> None:
+        self._loader = loader
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        # Who sees what is laid out once a step, for all layers. None: the batch is the rows, which
+        # a value must not keep alive.
+        self._laid_out: WeakKeyDictionary[
+            AnyAttentionBatch, tuple[AttentionRows | None, Paths]
+        ] = WeakKeyDictionary()
+
+    def verify_attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        batch: AnyAttentionBatch,
+        scale: float,
+        latent_dim: int,
+    ) -> Tensor:
+        """As kernels.ops.Ops.verify_attention; raises KernelError for what `takes` denies.
+
+        All calls for a batch have as many rows.
+        """
+        out = query.new_empty(*query.shape[:2], latent_dim)
+        if not takes(query, cache, batch.page_size, latent_dim):
+            raise KernelError(
+                f"verify_attention_invariant takes no query {tuple(query.shape)} {query.dtype} "
+                f"with a cache of {cache.dtype}, {latent_dim} latent dimensions and pages of "
+                f"{batch.page_size}: bfloat16, C a multiple of 64, D of 16, rows from 16-byte "
+                "boundaries on, pages of a power of two"
+            )
+        laid_out = self._laid_out.get(batch)
+        if laid_out is None:
+            rows = self._lay_out(batch)
+            paths = self.plan(rows, len(query))
+            self._laid_out[batch] = (None if rows is batch else rows), paths
+        else:
+            paths = laid_out[1]
+            held = laid_out[0]
+            if held is None:
+                assert isinstance(batch, AttentionRows)
+                held = batch
+            rows = held
+        self.attend(out, query, cache, rows, paths, scale)
+        return out
+
+    def plan(self, rows: AttentionRows, num_rows: int) -> Paths:
+        """The paths of rows 0 .. num_rows - 1; may be captured."""
+        requests, nodes, words = rows.mask.shape
+        device = rows.row_start.device
+        paths = Paths(
+            info=torch.empty(num_rows, 4, dtype=torch.int32, device=device),
+            path=torch.empty(num_rows, max(nodes, 1), dtype=torch.int32, device=device),
+        )
+        if num_rows and requests:
+            self._loader.get("verify_attention_invariant", "plan_invariant").launch(
+                -(-num_rows // PLAN_THREADS),
+                PLAN_THREADS,
+                (
+                    *(paths.info, paths.path, *rows.lengths, rows.mask),
+                    *(num_rows, requests, rows.page_table.shape[1]),
+                    *(rows.page_size.bit_length() - 1, nodes, words),
+                ),
+                overlap=True,
+            )
+        return paths
+
+    def attend(
+        self,
+        out: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        rows: AttentionRows,
+        paths: Paths,
+        scale: float,
+    ) -> None:
+        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all bf16; may be captured."""
+        if rows.page_table.shape[0] == 0 or len(query) == 0:
+            return
+        heads, latent_dim = out.shape[1:]
+        rope_dim = query.shape[2] - latent_dim
+        wished = defines(latent_dim, rope_dim)
+        segments = self._loader.get("verify_attention_invariant", "verify_attention_invariant", wished)
+        merge = self._loader.get("verify_attention_invariant", "merge_invariant", wished)
+        value, norm = self._workspace(latent_dim)
+        items = len(query) * -(-heads // EIGHT)
+        most_blocks = BLOCKS_A_PROCESSOR * processors_of(self._loader.device)
+        for first in range(0, items, LAUNCH_ITEMS):
+            count = min(LAUNCH_ITEMS, items - first)
+            segments.launch(
+                min(most_blocks, -(-count // 2) * 2 * SEGMENTS),
+                THREADS,
+                (
+                    *(out, value, norm, paths.info, paths.path, query, cache, rows.page_table),
+                    *map(np.int64, (query.stride(0), query.stride(1), cache.stride(0))),
+                    *(first, count, heads, rows.page_table.shape[1]),
+                    *(rows.page_size.bit_length() - 1, paths.path.shape[1]),
+                    np.float32(scale * LOG2_E),
+                ),
+                shared_bytes=shared_bytes(latent_dim, rope_dim),
+                overlap=True,
+            )
+            merge.launch(
+                count, THREADS, (out, value, norm, paths.info, first, heads), overlap=True
+            )
+
+    def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
+        if isinstance(batch, AttentionRows):
+            return batch
+        if isinstance(batch, AttentionBatch):
+            return AttentionRows.of(batch, self._loader.device)
+        return AttentionRows.of_device(batch)
+
+    def _workspace(self, latent_dim: int) -> tuple[Tensor, Tensor]:
+        """Parts of segments on their way to merge_invariant, of all launches alike."""
+        parts = self._parts.get(latent_dim)
+        if parts is None:
+            place = {"device": self._loader.device}
+            parts = self._parts[latent_dim] = (
+                torch.empty(LAUNCH_ITEMS, SEGMENTS, EIGHT, latent_dim, **place),
+                torch.empty(LAUNCH_ITEMS, SEGMENTS, EIGHT, 2, **place),
+            )
+        return parts
+
+
+def workspace_bytes(latent_dim: int) -> int:
+    """Of a device: what the parts of segments take."""
+    return 4 * LAUNCH_ITEMS * SEGMENTS * EIGHT * (latent_dim + 2)
+
+
+def defines(latent_dim: int, rope_dim: int) -> dict[str, str | int]:
+    """What verify_attention_invariant.cu is compiled with."""
+    return {
+        "LATENT": latent_dim,
+        "ROPE": rope_dim,
+        "SHARED_BYTES": shared_bytes(latent_dim, rope_dim),
+    }
+
+
+def shared_bytes(latent_dim: int, rope_dim: int) -> int:
+    """Dynamic shared memory of a block: a chunk of keys and the queries are nearly all of it."""
+    stride = 2 * (latent_dim + rope_dim) + 16
+    rows = 2 * EIGHT
+    whole = (CHUNK + rows) * stride + rows * (4 * (CHUNK + 4) + 2 * CHUNK + 16 + 12) + 4 * 256
+    return -(-whole // 128) * 128
+
+
+def takes(query: Tensor, cache: Tensor, page_size: int, latent_dim: int) -> bool:
+    rope_dim = query.shape[-1] - latent_dim
+    if query.dtype != torch.bfloat16 or cache.dtype != torch.bfloat16:
+        return False
+    if not takes_sizes(latent_dim, rope_dim, page_size):
+        return False
+    strides: Sequence[int] = (*query.stride()[:2], cache.stride(0))
+    starts = (query.data_ptr(), cache.data_ptr())
+    aligned = not any(n % 8 for n in strides) and not any(at % 16 for at in starts)
+    return aligned and query.stride(-1) == 1 and cache.stride(-1) == 1
+
+
+def takes_sizes(latent_dim: int, rope_dim: int, page_size: int) -> bool:
+    """The part of `takes` that a model and its cache decide."""
+    if latent_dim % 64 or rope_dim <= 0 or rope_dim % 16 or page_size & (page_size - 1):
+        return False
+    return shared_bytes(latent_dim, rope_dim) <= MAX_BLOCK_BYTES
