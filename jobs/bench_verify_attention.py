@@ -9,6 +9,7 @@ us               verify_attention in a CUDA graph; every node has a cache of its
 gbps, tflops     the cache's bytes read once, and 2 (2 C + D) flops a row and key, over us
 copy_fraction    gbps over the speed of a large copy; mma_fraction: tflops over a bf16 matmul's,
                  both measured in this run
+invariant_us     verify_attention_invariant and merge_invariant, bits that no batch changes (bf16)
 floor_us         the larger of bytes at copy speed and flops at the matmul's
 torch_us         torch: bmm, mask on the last columns, softmax, bmm; contiguous keys, scores in bf16
 flashinfer_us    FlashInfer's MLA, fa2, page 64, where installed: without a mask, as it has none
@@ -38,6 +39,7 @@ from torch import Tensor
 from kdray.core.tree import ancestor_mask, mask_to_bool
 from kdray.kernels.attention_rows import AttentionRows
 from kdray.kernels.cuda_attention import CudaAttention
+from kdray.kernels.cuda_invariant import CudaInvariantAttention
 from kdray.kernels.cuda_plan import AttentionSchedule
 from kdray.kernels.latent_rows import dequantised, is_fp8, quantised, row_bytes
 from kdray.kernels.loader import KernelLoader
@@ -115,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     need_gpu()
     record = Record("verify_attention", vars(arguments) | {"out": None}, arguments.out)
-    attention = CudaAttention(KernelLoader(torch.device("cuda")))
+    loader = KernelLoader(torch.device("cuda"))
+    attention, invariant = CudaAttention(loader), CudaInvariantAttention(loader)
     ceilings = Ceilings(copy_bytes_per_us(), matmul_flops_per_us())
     print(
         f"copy {ceilings.bytes_per_us / 1e6:.3f} TB/s, "
@@ -123,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     for shape in shapes(arguments):
-        compare(attention, record, shape, ceilings, arguments)
+        compare(attention, invariant, record, shape, ceilings, arguments)
     record.finish()
     return 0
 
@@ -141,14 +144,15 @@ def shapes(arguments: argparse.Namespace) -> Iterator[Shape]:
 
 def compare(
     attention: CudaAttention,
+    invariant: CudaInvariantAttention,
     record: Record,
     shape: Shape,
     ceilings: Ceilings,
     arguments: argparse.Namespace,
 ) -> None:
     sets = input_sets(shape)
-    ours = [ours_on(attention, inputs) for inputs in sets]
-    check(attention, sets[0], shape)
+    ours = [ours_on(attention, inputs)[1] for inputs in sets]
+    check(ours_on, attention, sets[0], shape)
     floor = max(shape.cache_bytes / ceilings.bytes_per_us, shape.flops / ceilings.flops_per_us)
     few = 10 if floor < 1000 else 2
     plans = [partial(schedule_of, attention, inputs) for inputs in sets]
@@ -156,6 +160,10 @@ def compare(
         "us": graph_us(ours, replays=arguments.replays, at_least=few),
         "plan_us": graph_us(plans, replays=5, at_least=few),
     }
+    if shape.kv_dtype == "bf16":
+        check(invariant_on, invariant, sets[0], shape)
+        alike = [invariant_on(invariant, inputs)[1] for inputs in sets]
+        samples["invariant_us"] = graph_us(alike, replays=arguments.replays, at_least=few)
     if not arguments.no_rivals and shape.kv_dtype == "bf16":
         for name, rival in rivals(shape).items():
             calls = [rival(inputs) for inputs in sets[:8]]
@@ -231,23 +239,32 @@ def full(size: int, value: int) -> Tensor:
     return torch.full((size,), value, dtype=torch.int32, device="cuda")
 
 
-def ours_on(attention: CudaAttention, inputs: Inputs) -> Call:
-    """One layer; the schedule is made once for all of them, so it is timed by itself."""
-    out = torch.empty_like(inputs.query[..., :LATENT])
+def ours_on(attention: CudaAttention, inputs: Inputs) -> tuple[Tensor, Call]:
+    """What it writes, and one layer; the schedule is made once for all of them, so it is timed by
+    itself."""
+    out = torch.full_like(inputs.query[..., :LATENT], torch.nan).contiguous()
     schedule = schedule_of(attention, inputs)
-    return partial(attention.attend, out, inputs.query, inputs.cache, inputs.rows, schedule, SCALE)
+    arguments = (out, inputs.query, inputs.cache, inputs.rows, schedule, SCALE)
+    return out, partial(attention.attend, *arguments)
+
+
+def invariant_on(attention: CudaInvariantAttention, inputs: Inputs) -> tuple[Tensor, Call]:
+    out = torch.full_like(inputs.query[..., :LATENT], torch.nan).contiguous()
+    paths = attention.plan(inputs.rows, len(inputs.query))
+    arguments = (out, inputs.query, inputs.cache, inputs.rows, paths, SCALE)
+    return out, partial(attention.attend, *arguments)
 
 
 def schedule_of(attention: CudaAttention, inputs: Inputs) -> AttentionSchedule:
     return attention.schedule(inputs.rows, inputs.query.dtype, inputs.query.shape[1])
 
 
-def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
+def check(
+    on: Callable[..., tuple[Tensor, Call]], attention: object, inputs: Inputs, shape: Shape
+) -> None:
     """The first and the last request against float32."""
-    out = torch.full_like(inputs.query[..., :LATENT], torch.nan)
-    out = out.contiguous()
-    schedule = schedule_of(attention, inputs)
-    attention.attend(out, inputs.query, inputs.cache, inputs.rows, schedule, SCALE)
+    out, run = on(attention, inputs)
+    run()
     for r in {0, shape.batch - 1}:
         own = slice(r * shape.nodes, (r + 1) * shape.nodes)
         key = contiguous_keys(inputs, shape, slice(r, r + 1))[0].float()
@@ -255,7 +272,7 @@ def check(attention: CudaAttention, inputs: Inputs, shape: Shape) -> None:
         found = out[own].float().flatten(0, 1)
         off = float((found - wanted).norm() / wanted.norm())
         if not off < BOUND:
-            raise SystemExit(f"verify_attention is wrong at {shape}: relative difference {off}")
+            raise SystemExit(f"{type(attention).__name__} is wrong at {shape}: off by {off}")
 
 
 def contiguous_keys(inputs: Inputs, shape: Shape, requests: slice) -> Tensor:

@@ -43,9 +43,9 @@ class CudaInvariantAttention:
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         # Who sees what is laid out once a step, for all layers. None: the batch is the rows, which
         # a value must not keep alive.
-        self._laid_out: WeakKeyDictionary[
-            AnyAttentionBatch, tuple[AttentionRows | None, Paths]
-        ] = WeakKeyDictionary()
+        self._laid_out: WeakKeyDictionary[AnyAttentionBatch, tuple[AttentionRows | None, Paths]] = (
+            WeakKeyDictionary()
+        )
 
     def verify_attention(
         self,
@@ -118,7 +118,9 @@ class CudaInvariantAttention:
         heads, latent_dim = out.shape[1:]
         rope_dim = query.shape[2] - latent_dim
         wished = defines(latent_dim, rope_dim)
-        segments = self._loader.get("verify_attention_invariant", "verify_attention_invariant", wished)
+        segments = self._loader.get(
+            "verify_attention_invariant", "verify_attention_invariant", wished
+        )
         merge = self._loader.get("verify_attention_invariant", "merge_invariant", wished)
         value, norm = self._workspace(latent_dim)
         items = len(query) * -(-heads // EIGHT)
@@ -138,9 +140,7 @@ class CudaInvariantAttention:
                 shared_bytes=shared_bytes(latent_dim, rope_dim),
                 overlap=True,
             )
-            merge.launch(
-                count, THREADS, (out, value, norm, paths.info, first, heads), overlap=True
-            )
+            merge.launch(count, THREADS, (out, value, norm, paths.info, first, heads), overlap=True)
 
     def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
         if isinstance(batch, AttentionRows):
@@ -153,10 +153,10 @@ class CudaInvariantAttention:
         """Parts of segments on their way to merge_invariant, of all launches alike."""
         parts = self._parts.get(latent_dim)
         if parts is None:
-            place = {"device": self._loader.device}
+            shape, device = (LAUNCH_ITEMS, SEGMENTS, EIGHT), self._loader.device
             parts = self._parts[latent_dim] = (
-                torch.empty(LAUNCH_ITEMS, SEGMENTS, EIGHT, latent_dim, **place),
-                torch.empty(LAUNCH_ITEMS, SEGMENTS, EIGHT, 2, **place),
+                torch.empty(*shape, latent_dim, device=device),
+                torch.empty(*shape, 2, device=device),
             )
         return parts
 

@@ -183,8 +183,9 @@ def quantised_case(case: Case, latent: int) -> StoredCase:
 
 
 def every_row_alone(case: Case, latent: int) -> Case:
-    """The case's real rows as plain decoding has them: a request each, of one row, the keys that the
-    row sees in the cache in the order of their positions. `latent` is the width of a key's values."""
+    """The case's real rows as plain decoding has them: a request each, of one row, the keys that
+    the row sees in the cache in the order of their positions; values are `latent` numbers wide.
+    """
     heads, width = case.query.shape[1:]
     paths, queries = [], []
     for r, part in enumerate(case.parts):

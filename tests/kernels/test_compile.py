@@ -16,6 +16,7 @@ from kdray.kernels import (
     cuda_draft,
     cuda_fused,
     cuda_gemm,
+    cuda_invariant,
     cuda_moe,
     cuda_moe_many,
     cuda_norm_gemm,
@@ -48,6 +49,7 @@ MORE_REGISTERS = {  # (entry point, a define or "")
     ("verify_attention", ""): 168,  # one block of 384: queries and results stay in registers
     ("verify_attention_fp32", ""): 128,
     ("plan_attention", ""): 96,  # one block
+    ("verify_attention_invariant", ""): 128,  # two blocks of 256
     ("draft_attention", "HEAD_DIM=64"): 128,  # 4 blocks of 128 threads, queries in registers
     ("draft_attention", "HEAD_DIM=128"): 168,  # 3 blocks
     ("draft_attention", "ROW_TILES=4"): 255,  # a block less
@@ -124,6 +126,7 @@ INSTANTIATIONS: dict[str, list[Defines]] = {
     "verify_attention": [
         cuda_attention.defines(*dims, fp8) for dims in ATTENTION_DIMS for fp8 in (False, True)
     ],
+    "verify_attention_invariant": [cuda_invariant.defines(*dims) for dims in ATTENTION_DIMS],
     "draft_attention": [cuda_draft.defines(*shape) for shape in DRAFT_SHAPES],
     "skinny_gemm": [
         cuda_gemm.defines(plan_for(shape, tiles), tiles, shape.steps, 1, gated, dtype)
