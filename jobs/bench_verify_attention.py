@@ -250,7 +250,7 @@ def ours_on(attention: CudaAttention, inputs: Inputs) -> tuple[Tensor, Call]:
 
 def invariant_on(attention: CudaInvariantAttention, inputs: Inputs) -> tuple[Tensor, Call]:
     out = torch.full_like(inputs.query[..., :LATENT], torch.nan).contiguous()
-    paths = attention.plan(inputs.rows, len(inputs.query))
+    paths = attention.plan(inputs.rows, *out.shape[:2])
     arguments = (out, inputs.query, inputs.cache, inputs.rows, paths, SCALE)
     return out, partial(attention.attend, *arguments)
 

@@ -14,25 +14,38 @@ from torch import Tensor
 from kdray.errors import KernelError
 from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
-from kdray.kernels.loader import MAX_BLOCK_BYTES, KernelLoader, processors_of
+from kdray.kernels.loader import (
+    MAX_BLOCK_BYTES,
+    NO_DEFINES,
+    Kernel,
+    KernelLoader,
+    processors_of,
+)
+from kdray.kernels.nvrtc import Defines
 
 LOG2_E = math.log2(math.e)
 EIGHT = 8  # heads of an item
-SEGMENTS = 64  # as in the .cu file, and so are the next three
-CHUNK = 64
+SEGMENTS = 64  # as in the .cu file, and so are the others
+FIRST_SEGMENT = 128
+CHUNK = 32
+GROUP = 4
+WARPS = 8
 THREADS = 256
 PLAN_THREADS = 128
+LAUNCH_ITEMS = 128  # whose parts are 1 MB each of Kimi K2.6, 135 MB in all
 BLOCKS_A_PROCESSOR = 2
-# Items of a launch: their parts are 2 MB an item of Kimi K2.6, 134 MB in all.
-LAUNCH_ITEMS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """What each of T rows sees: plan_invariant's info [T, 4] int32 and path [T, N] int32."""
+    """What each of T rows sees, for all layers: as the .cu file says.
+
+    info [T, 4] int32, path [T, N] int32, unit [launches, 1 + 128 * 64] int32
+    """
 
     info: Tensor
     path: Tensor
+    unit: Tensor
 
 
 class CudaInvariantAttention:
@@ -70,28 +83,33 @@ class CudaInvariantAttention:
         laid_out = self._laid_out.get(batch)
         if laid_out is None:
             rows = self._lay_out(batch)
-            paths = self.plan(rows, len(query))
+            paths = self.plan(rows, len(query), query.shape[1])
             self._laid_out[batch] = (None if rows is batch else rows), paths
-        else:
-            paths = laid_out[1]
-            held = laid_out[0]
-            if held is None:
-                assert isinstance(batch, AttentionRows)
-                held = batch
-            rows = held
-        self.attend(out, query, cache, rows, paths, scale)
+            self.attend(out, query, cache, rows, paths, scale)
+            return out
+        held, paths = laid_out
+        if held is None:
+            assert isinstance(batch, AttentionRows)
+            held = batch
+        self.attend(out, query, cache, held, paths, scale, planned=True)
         return out
 
-    def plan(self, rows: AttentionRows, num_rows: int) -> Paths:
-        """The paths of rows 0 .. num_rows - 1; may be captured."""
+    def plan(self, rows: AttentionRows, num_rows: int, heads: int) -> Paths:
+        """The paths of rows 0 .. num_rows - 1, and who shares keys; may be captured."""
         requests, nodes, words = rows.mask.shape
-        device = rows.row_start.device
+        a_row = items_of(heads)
+        launches = -(-num_rows * a_row // LAUNCH_ITEMS)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=rows.row_start.device)
+
         paths = Paths(
-            info=torch.empty(num_rows, 4, dtype=torch.int32, device=device),
-            path=torch.empty(num_rows, max(nodes, 1), dtype=torch.int32, device=device),
+            info=empty(num_rows, 4),
+            path=empty(num_rows, max(nodes, 1)),
+            unit=empty(launches, 1 + LAUNCH_ITEMS * SEGMENTS),
         )
         if num_rows and requests:
-            self._loader.get("verify_attention_invariant", "plan_invariant").launch(
+            self._get("plan_paths").launch(
                 -(-num_rows // PLAN_THREADS),
                 PLAN_THREADS,
                 (
@@ -101,6 +119,8 @@ class CudaInvariantAttention:
                 ),
                 overlap=True,
             )
+            arguments = (paths.unit, paths.info, num_rows * a_row, a_row)
+            self._get("plan_units").launch(launches, THREADS, arguments, overlap=True)
         return paths
 
     def attend(
@@ -111,36 +131,50 @@ class CudaInvariantAttention:
         rows: AttentionRows,
         paths: Paths,
         scale: float,
+        *,
+        planned: bool = False,
     ) -> None:
-        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all bf16; may be captured."""
+        """query [T, H, C + D], cache [S, C + D] -> out [T, H, C], all bf16; may be captured.
+
+        paths: of these rows and as many heads.
+        planned: paths and page table were there before an earlier launch of `attend` began: they
+        are read before the kernel in front has ended.
+        """
         if rows.page_table.shape[0] == 0 or len(query) == 0:
             return
         heads, latent_dim = out.shape[1:]
         rope_dim = query.shape[2] - latent_dim
         wished = defines(latent_dim, rope_dim)
-        segments = self._loader.get(
-            "verify_attention_invariant", "verify_attention_invariant", wished
-        )
-        merge = self._loader.get("verify_attention_invariant", "merge_invariant", wished)
+        segments = self._get("verify_attention_invariant", wished)
+        merge = self._get("merge_invariant", wished)
         value, norm = self._workspace(latent_dim)
-        items = len(query) * -(-heads // EIGHT)
+        items = len(query) * items_of(heads)
         most_blocks = BLOCKS_A_PROCESSOR * processors_of(self._loader.device)
         for first in range(0, items, LAUNCH_ITEMS):
             count = min(LAUNCH_ITEMS, items - first)
             segments.launch(
-                min(most_blocks, -(-count // 2) * 2 * SEGMENTS),
+                min(most_blocks, count * SEGMENTS),
                 THREADS,
                 (
-                    *(out, value, norm, paths.info, paths.path, query, cache, rows.page_table),
+                    *(out, value, norm, paths.info, paths.path, paths.unit),
+                    *(query, cache, rows.page_table),
                     *map(np.int64, (query.stride(0), query.stride(1), cache.stride(0))),
-                    *(first, count, heads, rows.page_table.shape[1]),
+                    *(first, heads, rows.page_table.shape[1]),
                     *(rows.page_size.bit_length() - 1, paths.path.shape[1]),
-                    np.float32(scale * LOG2_E),
+                    *(np.float32(scale * LOG2_E), int(planned)),
                 ),
                 shared_bytes=shared_bytes(latent_dim, rope_dim),
                 overlap=True,
             )
-            merge.launch(count, THREADS, (out, value, norm, paths.info, first, heads), overlap=True)
+            merge.launch(
+                (count, -(-latent_dim // (16 * WARPS))),
+                THREADS,
+                (out, value, norm, paths.info, first, heads),
+                overlap=True,
+            )
+
+    def _get(self, entry: str, wished: Defines = NO_DEFINES) -> Kernel:
+        return self._loader.get("verify_attention_invariant", entry, wished)
 
     def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
         if isinstance(batch, AttentionRows):
@@ -161,6 +195,11 @@ class CudaInvariantAttention:
         return parts
 
 
+def items_of(heads: int) -> int:
+    """Of a row: eights of heads."""
+    return -(-heads // EIGHT)
+
+
 def workspace_bytes(latent_dim: int) -> int:
     """Of a device: what the parts of segments take."""
     return 4 * LAUNCH_ITEMS * SEGMENTS * EIGHT * (latent_dim + 2)
@@ -178,8 +217,9 @@ def defines(latent_dim: int, rope_dim: int) -> dict[str, str | int]:
 def shared_bytes(latent_dim: int, rope_dim: int) -> int:
     """Dynamic shared memory of a block: a chunk of keys and the queries are nearly all of it."""
     stride = 2 * (latent_dim + rope_dim) + 16
-    rows = 2 * EIGHT
-    whole = (CHUNK + rows) * stride + rows * (4 * (CHUNK + 4) + 2 * CHUNK + 16 + 12) + 4 * 256
+    rows = GROUP * EIGHT
+    a_row = stride + 4 * (CHUNK + 4) + 2 * CHUNK + 16 + 12
+    whole = CHUNK * stride + rows * a_row + 4 * FIRST_SEGMENT
     return -(-whole // 128) * 128
 
 

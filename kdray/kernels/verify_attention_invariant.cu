@@ -3,28 +3,35 @@
 // as the only row of a step.
 //
 // A row's path is the keys that it sees in the order of their positions, wherever they lie: behind
-// the last known token those of its ancestors. It is cut into segments of 256 keys (twice as many
-// from 16,385 on, four times from 32,769, ..: at most 64 of them), a segment into chunks of 64. A
+// the last known token those of its ancestors. It is cut into segments of 128 keys (twice as many
+// from 8,193 on, four times from 16,385, ..: at most 64 of them), a segment into chunks of 32. A
 // chunk's scores are one order of products, its weights are relative to the greatest score so far of
 // the segment, and its weighted values are added behind the chunks before; merge_invariant adds
 // segments in their order. None of this asks what else is in the step.
 //
-// plan_invariant              who sees what, once for all layers of a step
+// plan_paths                  who sees what, once for all layers of a step
+// plan_units                  which rows read which keys together
 // verify_attention_invariant  segments, bf16 on tensor cores (mma.sync), softmax in float32
 // merge_invariant             rows of several segments; rows that are padding give 0
 //
+// An item is up to eight heads of a row: item i is heads 8 (i % E) .. of row i / E, E = ceil(H / 8). A
+// launch has items first_item .. + num_items, 128 at most. Neighbours that see the same keys of a
+// segment, up to four, are a unit of work: where those lie before all their requests' own rows, or
+// the items are of one row.
+//
 // info        [T] PathInfo; path [T, nodes] int32: positions in the request's pages of the keys from
 //             `limit` on, in order
+// unit        [launches, 1 + 128 * 64] int32: how many units the launch has, and they, packed
 // out         [T, H, C] bf16; query [T, H, C + D] bf16, strides between rows and heads given
 // part_value  [items, 64, C / 16, 32] float4, part_norm [items, 64, 8] float2: of a launch's items
 // cache       [S, C + D] bf16; page_table [R, pages] int32; lengths and mask as verify_attention's
 //
-// An item is up to eight heads of a row: item i is heads 8 (i % E) .. of row i / E, E = ceil(H / 8). A
-// launch has items first_item .. + num_items; two that are neighbours share what keys both see. Any
-// grid: a block works through units of (pair of items, segment, which of the pair).
+// With `planned`, info, path, unit and page table were there before an earlier launch of this kernel
+// passed its wait: they are read while the kernel in front still runs.
 //
-// Grid of plan_invariant: ceil(T / 128) blocks of 128; merge_invariant: num_items blocks of 256; blocks
-// of verify_attention_invariant have 256 threads, two to a multiprocessor where memory allows.
+// Grid of plan_paths: ceil(T / 128) blocks of 128; plan_units: a block of 256 a launch;
+// merge_invariant: (items, ceil(C / 128)) blocks of 256; verify_attention_invariant: any number of
+// blocks of 256, two to a multiprocessor where memory allows.
 // Limits: C a multiple of 64, D of 16; rows of query and cache from 16-byte boundaries on.
 // Precision: as verify_attention in bf16.
 // Oracle: kernels/reference_attention.py and float64 (tests/gpu/test_verify_attention_invariant.py).
@@ -41,13 +48,16 @@
 #endif
 
 constexpr int SEGMENTS = 64;       // of a path, at most
-constexpr int FIRST_SEGMENT = 256;  // keys
-constexpr int CHUNK = 64;          // keys
+constexpr int FIRST_SEGMENT = 128;  // keys
+constexpr int CHUNK = 32;          // keys
 constexpr int STEP = 16;           // keys of a product
-constexpr int PAIR = 2;            // items that may share keys
-constexpr int ROWS = PAIR * EIGHT;
+constexpr int GROUP = 4;           // items that may share keys
+constexpr int ROWS = GROUP * EIGHT;
+constexpr int MOST_ITEMS = 128;    // of a launch
+constexpr int MOST_UNITS = MOST_ITEMS * SEGMENTS;
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
+constexpr int ROWS_A_WARP = ROWS / WARPS;
 constexpr int PLAN_THREADS = 128;
 constexpr int ROW_BYTES = 2 * (LATENT + ROPE);
 constexpr int STRIDE = ROW_BYTES + 16;  // an odd number of 16-byte pieces: rows in different banks
@@ -58,7 +68,8 @@ constexpr int VALUE_TILES = (VALUE_STEPS + WARPS - 1) / WARPS;  // of 16 dimensi
 constexpr int SCORE_STRIDE = CHUNK + 4;
 constexpr int WEIGHT_STRIDE = 2 * CHUNK + 16;
 static_assert(LATENT % 64 == 0 && ROPE % 16 == 0, "dimensions in steps of 16");
-static_assert(THREADS == FIRST_SEGMENT, "a thread a key");
+static_assert(CHUNK == WARP && CHUNK / STEP * GROUP == WARPS, "a lane a key, a warp a product");
+static_assert(THREADS >= FIRST_SEGMENT, "a thread a key");
 
 // What a row sees: `keys` keys, of which the first `limit` lie at their positions and the others
 // where `path` says; segments of FIRST_SEGMENT << shift. keys 0: padding.
@@ -77,7 +88,7 @@ __device__ __forceinline__ PathInfo load_info(const PathInfo* at) {
     return {x.x, x.y, x.z, x.w};
 }
 
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_invariant(
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_paths(
     PathInfo* info, int* path, const int* row_start, const int* num_cached, const int* num_known,
     const int* num_nodes, const u32* mask, int num_rows, int num_requests, int pages,
     int page_shift, int nodes, int words) {
@@ -111,6 +122,75 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_invariant(
     info[t] = found;
 }
 
+// Items that see the same keys of a segment.
+struct Unit {
+    int item;  // of the launch: the first
+    int count;
+    int segment;
+
+    __device__ static Unit unpacked(int x) { return {x >> 16, x >> 8 & 255, x & 255}; }
+    __device__ int packed() const { return item << 16 | count << 8 | segment; }
+};
+
+// Whether two rows see the same keys of a segment, each of it whole.
+__device__ __forceinline__ bool alike(const PathInfo& a, const PathInfo& b, int segment) {
+    return a.request == b.request && a.shift == b.shift &&
+           (segment + 1) * a.segment() <= min(a.limit, b.limit);
+}
+
+// Units of one segment and one group of neighbours, in their order; counts them where units is null.
+__device__ __forceinline__ int units_of(int* units, const PathInfo* info, int first_item,
+                                        int num_items, int items_a_row, int group, int segment) {
+    int found = 0, count = 0, row_before = -1;
+    PathInfo before = {-1, 0, 0, 0};
+    for (int i = group * GROUP; i < min(num_items, group * GROUP + GROUP); ++i) {
+        const int row = (first_item + i) / items_a_row;
+        const PathInfo mine = row == row_before ? before : load_info(info + row);
+        if (segment < mine.segments()) {
+            const bool joins = count > 0 && (row == row_before || alike(mine, before, segment));
+            if (!joins) {
+                ++found;
+                count = 0;
+            }
+            ++count;
+            if (units) units[found - 1] = Unit{i + 1 - count, count, segment}.packed();
+        } else {
+            count = 0;
+        }
+        before = mine;
+        row_before = row;
+    }
+    return found;
+}
+
+// Segments one behind the other, so that blocks beside one another read the same keys.
+extern "C" __global__ void __launch_bounds__(THREADS) plan_units(int* unit, const PathInfo* info,
+                                                                int num_items, int items_a_row) {
+    __shared__ int before[THREADS];
+    start_behind_previous();
+    const int first_item = blockIdx.x * MOST_ITEMS;
+    const int items = min(MOST_ITEMS, num_items - first_item);
+    const int groups = (items + GROUP - 1) / GROUP, all = groups * SEGMENTS;
+    const int share = (all + THREADS - 1) / THREADS;
+    const int first = min((int)threadIdx.x * share, all), last = min(first + share, all);
+    int mine = 0;
+    for (int i = first; i < last; ++i)
+        mine += units_of(nullptr, info, first_item, items, items_a_row, i % groups, i / groups);
+    before[threadIdx.x] = mine;
+    __syncthreads();
+    for (int by = 1; by < THREADS; by *= 2) {
+        const int added = (int)threadIdx.x >= by ? before[threadIdx.x - by] : 0;
+        __syncthreads();
+        before[threadIdx.x] += added;
+        __syncthreads();
+    }
+    int* const own = unit + (i64)blockIdx.x * (1 + MOST_UNITS);
+    if (threadIdx.x == THREADS - 1) own[0] = before[threadIdx.x];
+    int* to = own + 1 + before[threadIdx.x] - mine;
+    for (int i = first; i < last; ++i)
+        to += units_of(to, info, first_item, items, items_a_row, i % groups, i / groups);
+}
+
 struct InvariantShared {
     unsigned char key[CHUNK * STRIDE];
     unsigned char query[ROWS * STRIDE];
@@ -123,16 +203,6 @@ struct InvariantShared {
 #ifdef SHARED_BYTES  // what a launch gives a block
 static_assert(sizeof(InvariantShared) <= SHARED_BYTES, "shared");
 #endif
-
-// Items that see the same keys of a segment: one, or both of a pair.
-struct Unit {
-    int item;  // of the launch: the first
-    int count;
-    int segment;
-    int begin;  // keys
-    int end;
-    PathInfo info;  // the first item's
-};
 
 struct InvariantAttention {
     u16* out;
@@ -147,7 +217,6 @@ struct InvariantAttention {
     i64 cache_row_bytes;
     const int* page_table;
     int first_item;
-    int num_items;
     int heads;
     int pages;
     int page_shift;
@@ -155,53 +224,42 @@ struct InvariantAttention {
     float scale;  // times log2 e
 
     __device__ int items_a_row() const { return (heads + EIGHT - 1) / EIGHT; }
-
     __device__ int row_of(int item) const { return (first_item + item) / items_a_row(); }
     __device__ int first_head_of(int item) const {
         return (first_item + item) % items_a_row() * EIGHT;
     }
     __device__ int heads_of(int item) const { return min(EIGHT, heads - first_head_of(item)); }
-
-    // Unit number u; count 0 where there is nothing to do.
-    __device__ Unit unit_of(int u) const {
-        const int which = u % PAIR, segment = u / PAIR % SEGMENTS;
-        const int first = u / PAIR / SEGMENTS * PAIR;
-        const bool has_other = first + 1 < num_items;
-        const int row = row_of(first), other_row = has_other ? row_of(first + 1) : row;
-        const PathInfo mine = load_info(info + row);
-        const PathInfo other = other_row == row ? mine : load_info(info + other_row);
-        const bool alike = mine.request == other.request && mine.shift == other.shift;
-        const bool whole = (segment + 1) * mine.segment() <= min(mine.limit, other.limit);
-        const bool shared = has_other && (row == other_row || (alike && whole));
-        const PathInfo& of = which == 0 ? mine : other;
-        const int begin = segment * of.segment(), end = min(begin + of.segment(), of.keys);
-        const bool there = begin < end && (which == 0 || (has_other && !shared));
-        return {first + which, there ? (shared ? 2 : 1) : 0, segment, begin, end, of};
-    }
 };
 
 struct SegmentBlock {
     InvariantShared& s;
     const InvariantAttention& in;
-    const Unit& unit;
+    const Unit unit;
+    const PathInfo info;  // the first item's
+    const int begin, end;  // keys
     const int warp, lane;
-    float value[VALUE_TILES][PAIR][4];
-    float most[2];  // of rows 2 warp and 2 warp + 1
-    float sum[2];
+    float value[VALUE_TILES][GROUP][4];
+    float most[ROWS_A_WARP];  // of the warp's rows
+    float sum[ROWS_A_WARP];
 
-    __device__ SegmentBlock(InvariantShared& shared, const InvariantAttention& attention,
-                            const Unit& of)
+    __device__ SegmentBlock(InvariantShared& shared, const InvariantAttention& attention, Unit of)
         : s(shared),
           in(attention),
           unit(of),
+          info(load_info(attention.info + attention.row_of(of.item))),
+          begin(of.segment * info.segment()),
+          end(min(begin + info.segment(), info.keys)),
           warp(same_in_warp((int)threadIdx.x / WARP)),
           lane(threadIdx.x % WARP) {
-        most[0] = most[1] = NO_SCORE;
-        sum[0] = sum[1] = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_WARP; ++i) {
+            most[i] = NO_SCORE;
+            sum[i] = 0;
+        }
 #pragma unroll
         for (int m = 0; m < VALUE_TILES; ++m)
 #pragma unroll
-            for (int n = 0; n < PAIR; ++n)
+            for (int n = 0; n < GROUP; ++n)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) value[m][n][k] = 0;
     }
@@ -209,13 +267,17 @@ struct SegmentBlock {
     __device__ bool has(int m) const { return tile(m) < VALUE_STEPS; }
     __device__ int tile(int m) const { return warp + WARPS * m; }
 
-    __device__ void run() {
+    // behind: whether the kernel in front has ended.
+    __device__ void run(bool behind) {
+        find_slots(begin);
+        if (!behind) start_behind_previous();
         ask_for_query();
 #pragma unroll 1
-        for (int begin = unit.begin; begin < unit.end; begin += CHUNK) {
-            const int keys = min(CHUNK, unit.end - begin);
-            if ((begin - unit.begin) % FIRST_SEGMENT == 0) find_slots(begin);
-            ask_for_keys((begin - unit.begin) % FIRST_SEGMENT, keys);
+        for (int first = begin; first < end; first += CHUNK) {
+            const int keys = min(CHUNK, end - first);
+            const int at = (first - begin) % FIRST_SEGMENT;
+            if (at == 0 && first > begin) find_slots(first);
+            ask_for_keys(at, keys);
             wait_for_copies();
             __syncthreads();
             score_keys(keys);
@@ -243,11 +305,14 @@ struct SegmentBlock {
     }
 
     // Cache rows of the next keys, a thread a key; behind the last key that one again.
-    __device__ void find_slots(int begin) const {
-        const int key = min(begin + (int)threadIdx.x, unit.end - 1), beyond = key - unit.info.limit;
-        const int at = beyond < 0 ? key : in.path[(i64)in.row_of(unit.item) * in.nodes + beyond];
-        const int page = in.page_table[(i64)unit.info.request * in.pages + (at >> in.page_shift)];
-        s.slot[threadIdx.x] = (page << in.page_shift) + (at & ((1 << in.page_shift) - 1));
+    __device__ void find_slots(int first) const {
+        if (threadIdx.x < FIRST_SEGMENT) {
+            const int key = min(first + (int)threadIdx.x, end - 1), beyond = key - info.limit;
+            const int at =
+                beyond < 0 ? key : in.path[(i64)in.row_of(unit.item) * in.nodes + beyond];
+            const int page = in.page_table[(i64)info.request * in.pages + (at >> in.page_shift)];
+            s.slot[threadIdx.x] = (page << in.page_shift) + (at & ((1 << in.page_shift) - 1));
+        }
         __syncthreads();
     }
 
@@ -292,37 +357,34 @@ struct SegmentBlock {
             s.score[row + k % 2][key + k / 2 * EIGHT] = (sums[0][k] + sums[1][k]) * in.scale;
     }
 
-    // A warp has two rows, a lane two keys of each.
+    // A warp has four rows, a lane a key of each.
     __device__ void weigh(int keys) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = 2 * warp + i;
-            if (row >= unit.count * EIGHT) continue;
-            float2 x = *(const float2*)&s.score[row][2 * lane];
-            if (2 * lane >= keys) x.x = NO_SCORE;
-            if (2 * lane + 1 >= keys) x.y = NO_SCORE;
-            float now = max(most[i], max(x.x, x.y));
+        for (int i = 0; i < ROWS_A_WARP; ++i) {
+            const int row = ROWS_A_WARP * warp + i;
+            if (row >= unit.count * EIGHT) break;
+            const float x = lane < keys ? s.score[row][lane] : NO_SCORE;
+            float now = max(most[i], x);
 #pragma unroll
             for (int by = WARP / 2; by > 0; by /= 2)
                 now = max(now, __shfl_xor_sync(ALL_LANES, now, by));
-            const u32 pair = bf16_pair(exp2_fast(x.x - now), exp2_fast(x.y - now));
-            float added = bf16_low(pair) + bf16_high(pair);
+            const u32 weight = bf16_pair(exp2_fast(x - now), 0);
+            float added = bf16_low(weight);
 #pragma unroll
             for (int by = WARP / 2; by > 0; by /= 2)
                 added += __shfl_xor_sync(ALL_LANES, added, by);
             const float factor = exp2_fast(most[i] - now);
             sum[i] = plus(multiply(sum[i], factor), added);
             most[i] = now;
-            *(u32*)(s.weight + row * WEIGHT_STRIDE + 4 * lane) = pair;
+            *(u16*)(s.weight + row * WEIGHT_STRIDE + 2 * lane) = (u16)weight;
             if (lane == 0) s.factor[row] = factor;
         }
     }
 
     // A warp has every eighth 16 dimensions: values, turned, are A, weights B.
     __device__ void add_values(int keys) {
-        const int steps = (keys + STEP - 1) / STEP;
 #pragma unroll
-        for (int n = 0; n < PAIR; ++n) {
+        for (int n = 0; n < GROUP; ++n) {
             if (n >= unit.count) break;
             const float2 by = *(const float2*)&s.factor[n * EIGHT + lane % 4 * 2];
 #pragma unroll
@@ -331,25 +393,27 @@ struct SegmentBlock {
                 for (int k = 0; k < 4; ++k)
                     value[m][n][k] = multiply(value[m][n][k], k % 2 ? by.y : by.x);
         }
-        const SharedAddress weights = shared_address(s.weight) +
-                                      (lane / 16 * EIGHT + lane % EIGHT) * WEIGHT_STRIDE +
-                                      lane / EIGHT % 2 * 16;
-        const SharedAddress values = shared_address(s.key) +
-                                     (lane / 16 * EIGHT + lane % EIGHT) * STRIDE +
-                                     lane / EIGHT % 2 * 16 + 32 * warp;
+        const int row = lane / 16 * EIGHT + lane % EIGHT, piece = lane / EIGHT % 2 * 16;
+        const SharedAddress weights = shared_address(s.weight) + row * WEIGHT_STRIDE + piece;
+        const SharedAddress values = shared_address(s.key) + row * STRIDE + piece + 32 * warp;
 #pragma unroll
         for (int step = 0; step < CHUNK / STEP; ++step) {
-            if (step >= steps) break;
-            u32 w[4];
-            load_matrices(w, weights + 32 * step);
+            if (step * STEP >= keys) break;
+            u32 w[GROUP / 2][4];
+#pragma unroll
+            for (int n = 0; n < GROUP; n += 2)
+                if (n < unit.count)
+                    load_matrices(w[n / 2], weights + n * EIGHT * WEIGHT_STRIDE + 32 * step);
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
                 if (!has(m)) continue;
                 u32 v[4];
                 load_matrices_transposed(v, values + step * STEP * STRIDE + 32 * WARPS * m);
-                multiply_add(value[m][0], v[0], v[1], v[2], v[3], w[0], w[1]);
-                if (unit.count > 1)
-                    multiply_add(value[m][1], v[0], v[1], v[2], v[3], w[2], w[3]);
+#pragma unroll
+                for (int n = 0; n < GROUP; ++n)
+                    if (n < unit.count)
+                        multiply_add(value[m][n], v[0], v[1], v[2], v[3], w[n / 2][n % 2 * 2],
+                                     w[n / 2][n % 2 * 2 + 1]);
             }
         }
     }
@@ -357,11 +421,11 @@ struct SegmentBlock {
     // The result where the segment is all that a row sees, else its part of it.
     __device__ void finish() const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (lane == 0) s.norm[2 * warp + i] = {most[i], sum[i]};
+        for (int i = 0; i < ROWS_A_WARP; ++i)
+            if (lane == 0) s.norm[ROWS_A_WARP * warp + i] = {most[i], sum[i]};
         __syncthreads();
 #pragma unroll
-        for (int n = 0; n < PAIR; ++n)
+        for (int n = 0; n < GROUP; ++n)
             if (n < unit.count) finish_item(n);
         __syncthreads();  // before the next unit's norms
     }
@@ -394,9 +458,9 @@ extern __shared__ __align__(128) unsigned char memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) verify_attention_invariant(
     u16* out, float4* part_value, float2* part_norm, const PathInfo* info, const int* path,
-    const unsigned char* query, const unsigned char* cache, const int* page_table,
-    i64 query_row_stride, i64 query_head_stride, i64 cache_row_stride, int first_item,
-    int num_items, int heads, int pages, int page_shift, int nodes, float scale) {
+    const int* unit, const unsigned char* query, const unsigned char* cache,
+    const int* page_table, i64 query_row_stride, i64 query_head_stride, i64 cache_row_stride,
+    int first_item, int heads, int pages, int page_shift, int nodes, float scale, int planned) {
     InvariantShared& s = *(InvariantShared*)memory;
     const InvariantAttention in = {out,
                                    part_value,
@@ -410,19 +474,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) verify_attention_invari
                                    2 * cache_row_stride,
                                    page_table,
                                    first_item,
-                                   num_items,
                                    heads,
                                    pages,
                                    page_shift,
                                    nodes,
                                    scale};
-    start_behind_previous();
-    const int units = (num_items + PAIR - 1) / PAIR * SEGMENTS * PAIR;
+    bool behind = !planned;
+    if (behind) start_behind_previous();
+    const int* const own = unit + (i64)(first_item / MOST_ITEMS) * (1 + MOST_UNITS);
+    const int units = own[0];
 #pragma unroll 1
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
-        const Unit unit = in.unit_of(u);
-        if (unit.count > 0) SegmentBlock(s, in, unit).run();
+        SegmentBlock(s, in, Unit::unpacked(own[1 + u])).run(behind);
+        behind = true;
     }
+    if (!behind) start_behind_previous();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_invariant(
@@ -453,22 +519,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_invariant(
         share[warp][lane + WARP] = divide(of_high, sum);
         __syncthreads();
     }
-#pragma unroll
-    for (int m = 0; m < VALUE_TILES; ++m) {
-        const int tile = warp + WARPS * m;
-        if (tile >= VALUE_STEPS) break;
-        const float4* from = part_value +
-                             ((i64)blockIdx.x * SEGMENTS * VALUE_STEPS + tile) * WARP + lane;
-        const float *const a = share[lane % 4 * 2], *const b = share[lane % 4 * 2 + 1];
-        float4 sum = {0, 0, 0, 0};
-#pragma unroll 4
-        for (int i = 0; i < segments; ++i, from += VALUE_STEPS * WARP) {
-            const float4 x = *from;
-            sum.x = fmaf(x.x, a[i], sum.x);
-            sum.y = fmaf(x.y, b[i], sum.y);
-            sum.z = fmaf(x.z, a[i], sum.z);
-            sum.w = fmaf(x.w, b[i], sum.w);
-        }
-        write_fragment<LATENT>(to + 16 * tile, min(EIGHT, heads - first), sum);
+    const int tile = warp + WARPS * blockIdx.y;
+    if (tile >= VALUE_STEPS) return;
+    const float4* from =
+        part_value + ((i64)blockIdx.x * SEGMENTS * VALUE_STEPS + tile) * WARP + lane;
+    const float *const a = share[lane % 4 * 2], *const b = share[lane % 4 * 2 + 1];
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int i = 0; i < segments; ++i, from += VALUE_STEPS * WARP) {
+        const float4 x = *from;
+        sum.x = fmaf(x.x, a[i], sum.x);
+        sum.y = fmaf(x.y, b[i], sum.y);
+        sum.z = fmaf(x.z, a[i], sum.z);
+        sum.w = fmaf(x.w, b[i], sum.w);
     }
+    write_fragment<LATENT>(to + 16 * tile, min(EIGHT, heads - first), sum);
 }

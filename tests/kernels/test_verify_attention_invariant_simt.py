@@ -39,7 +39,7 @@ def attend(case: Case, *, seed: int = 0) -> Tensor:
     attention = CudaInvariantAttention(simt_loader(seed))
     out = torch.full((*case.query.shape[:2], 64), torch.nan, dtype=torch.bfloat16)
     rows = case.rows()
-    attention.attend(out, case.query, case.cache, rows, attention.plan(rows, len(out)), SCALE)
+    attention.attend(out, case.query, case.cache, rows, attention.plan(rows, *out.shape[:2]), SCALE)
     return out
 
 
@@ -47,8 +47,8 @@ BATCHES = {
     "one key": [Part(0)],
     "a tree without context": [Part(0, nodes=9)],
     "ends of products": [Part(n, nodes=2) for n in (14, 15, 16, 17, 31)],
-    "ends of chunks": [Part(n, nodes=3) for n in (61, 62, 63, 64)],
-    "ends of segments": [Part(n, nodes=9) for n in (246, 250, 255, 256, 511)],
+    "ends of chunks": [Part(n, nodes=3) for n in (29, 30, 31, 32)],
+    "ends of segments": [Part(n, nodes=9) for n in (118, 122, 127, 128, 255)],
     "chains": [Part(250, nodes=17, shape=CHAIN), Part(100, nodes=9, shape=CHAIN)],
     "several words": [Part(240, nodes=70, shape=STAR), Part(0, nodes=40)],
     "known rows": [Part(0, known=300), Part(200, known=60, nodes=7), Part(5, known=4, nodes=7)],
@@ -91,11 +91,11 @@ def test_flat_and_peaky_scores(size: float) -> None:
 
 
 def test_segments_grow_where_there_would_be_too_many() -> None:
-    """Rows on both sides of 16,384 keys, whose segments are of two lengths."""
-    case = make([Part(16382, nodes=5, shape=CHAIN)], heads=1, page_size=64)
+    """Rows on both sides of 8,192 keys, whose segments are of two lengths."""
+    case = make([Part(8190, nodes=5, shape=CHAIN)], heads=1, page_size=64)
     attention = CudaInvariantAttention(simt_loader())
-    info = attention.plan(case.rows(), 5).info
-    assert info[:, 2].tolist() == [16383, 16384, 16385, 16386, 16387]
+    info = attention.plan(case.rows(), 5, 1).info
+    assert info[:, 2].tolist() == [8191, 8192, 8193, 8194, 8195]
     assert info[:, 3].tolist() == [0, 0, 1, 1, 1]
     out = attend(case)
     assert difference(out, expected(case, SCALE, 64)) < BOUND
