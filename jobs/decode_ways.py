@@ -90,7 +90,7 @@ def plain_engine(config: EngineConfig, verifier: Verifier) -> Engine:
     config = replace(config, mode="plain", tp=1, draft_tp=None, graphs=False)
     pages = verifier.cache.num_pages - SPARE_PAGES
     facts = resolve(replace(config, num_pages=pages))
-    ops = load_ops(facts.device)
+    ops = load_ops(facts.device, batch_invariant=config.batch_invariant)
     launching = Verifier(verifier.model, verifier.cache, ops)
     return assemble(config, facts, ops, None, LocalGroup(launching))
 
@@ -167,7 +167,7 @@ def _be_rank(
     collectives = TorchCollectives(
         rank=rank, size=config.tp, host=HOST, port=port, device=facts.device, timeout_s=WAIT_S
     )
-    collectives.prove()
+    collectives.prove(in_rank_order=config.batch_invariant)
     endpoints = [f"ipc://{folder / f'rank-{other}'}" for other in range(1, config.tp)]
     if rank > 0:
         own = build_follower(

@@ -63,6 +63,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that share the drafter: --tp, 1, or auto: --tp where its sizes allow it",
     )
     add(
+        "--batch-invariant",
+        action="store_true",
+        help="bfloat16 on GPUs: a token's bits do not depend on what shares its step, so that all "
+        "modes say the same tokens, near ties too; slower",
+    )
+    add(
         "--load-format",
         choices=get_args(LoadFormat),
         default=_DEFAULTS.load_format,
@@ -147,6 +153,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
         draft_tp=parse_ranks("draft-tp", arguments.draft_tp),
+        batch_invariant=arguments.batch_invariant,
         load_format=arguments.load_format,
         mode=arguments.mode,
         budget=arguments.budget,

@@ -101,6 +101,10 @@ class EngineConfig:
                         of the bytes. It changes what is drafted, never what is said
     draft_tp            ranks that share the drafter: tp, or 1, which has rank 0 draft alone; None:
                         tp where the drafter's sizes allow it. It never changes what is said
+    batch_invariant     of models in bfloat16 on GPUs: a token's logits have the same bits whatever
+                        shares its step, so trees, chains and plain decoding say the same tokens,
+                        near ties too; a step takes longer. Without it they do where logits are
+                        further apart than bfloat16 rounds
     load_format         "auto": weights from the folders' files; "dummy": drawn by their names, for
                         folders of a config.json alone: to see speed, its text means nothing
     mode, budget        tree of `budget` draft nodes, chain of at most `budget`, or plain decoding
@@ -137,6 +141,7 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     draft_weights: DraftWeightType = "auto"
     draft_tp: int | None = None
+    batch_invariant: bool = False
     load_format: LoadFormat = "auto"
     mode: Mode = "tree"
     budget: int = 16

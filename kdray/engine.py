@@ -134,6 +134,10 @@ def build_verifier(
     )
 
 
+def _ops(config: EngineConfig, facts: EngineFacts) -> Ops:
+    return load_ops(facts.device, batch_invariant=config.batch_invariant)
+
+
 def _check_kernels(
     config: EngineConfig, facts: EngineFacts, shard: Shard, *, with_rounds: bool
 ) -> None:
@@ -143,7 +147,7 @@ def _check_kernels(
         with on_device(facts.device):
             rounds = load_round_ops(facts.device) if with_rounds else None
             sizes = kernel_sizes(config, facts, shard)
-            check_kernels(load_ops(facts.device), rounds, sizes, facts.device)
+            check_kernels(_ops(config, facts), rounds, sizes, facts.device)
         _log.info("every kernel is right on this card: %.1f s", time.perf_counter() - start)
 
 
@@ -162,7 +166,7 @@ def build_engine(
                  All ranks decide alike (build_follower).
     """
     facts = settle_pages(config, facts, shard, collectives)
-    ops = load_ops(facts.device)
+    ops = _ops(config, facts)
     shard = shard or Shard()
     if config.load_format == "dummy":
         _log.warning("dummy weights: %s runs on random numbers, its text means nothing", facts.name)
@@ -199,7 +203,7 @@ def build_follower(
     if runs_ahead is None:
         runs_ahead = can_run_ahead(config, facts)
     round_ops = load_round_ops(facts.device) if runs_ahead else None
-    ops = load_ops(facts.device)
+    ops = _ops(config, facts)
     draft = facts.draft_config() if config.mode != "plain" else None
     is_shared = facts.draft_ranks > 1
     taps = draft.target_layer_ids if draft and is_shared else ()

@@ -12,6 +12,7 @@ from kdray import demo
 from kdray.config import EngineConfig
 from kdray.core.acceptance import AcceptanceProfile
 from kdray.errors import ConfigError
+from kdray.kernels.cuda_invariant import takes_sizes
 from kdray.kernels.cuda_trees import MAX_DEPTH
 from kdray.kernels.latent_rows import FP8, RowFormat
 from kdray.model.config import ModelConfig
@@ -74,6 +75,7 @@ def resolve(config: EngineConfig) -> EngineFacts:
     device = _device(config)
     dtype = _dtype(config, device)
     kv_row = row_format(config, model, dtype)
+    check_invariant(config, model, device.type, dtype)
     longest = max_model_len(config, model)
     sharing = draft_ranks(config, draft)
     own = draft.of_rank(sharing) if draft else None
@@ -186,6 +188,27 @@ def row_format(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
             "in float32; add dtype 'bfloat16' (--dtype bfloat16) or leave kv_dtype at 'auto'"
         )
     return RowFormat.of(model.kv_lora_rank, model.qk_rope_head_dim, kept_as)
+
+
+def check_invariant(
+    config: EngineConfig, model: ModelConfig, device: str, dtype: torch.dtype
+) -> None:
+    """ConfigError where batch_invariant is wished for and cannot be had."""
+    if not config.batch_invariant:
+        return
+    kv_dtype = "fp8" if config.kv_dtype == "fp8" else str(dtype).removeprefix("torch.")
+    if device != "cuda" or dtype != torch.bfloat16 or kv_dtype != "bfloat16":
+        raise ConfigError(
+            "batch_invariant is for models in bfloat16 on GPUs, with KV in bfloat16; this is "
+            f"{str(dtype).removeprefix('torch.')} on {device} with KV in {kv_dtype}: leave it out "
+            "(--batch-invariant)"
+        )
+    sizes = (model.kv_lora_rank, model.qk_rope_head_dim, config.page_size)
+    if not takes_sizes(*sizes):
+        raise ConfigError(
+            "batch_invariant has no attention for {} latent, {} rope dimensions and pages of {}: "
+            "multiples of 64 and 16, and a power of two; leave it out".format(*sizes)
+        )
 
 
 def _threads(tp: int) -> int:

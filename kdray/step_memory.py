@@ -9,6 +9,7 @@ import torch
 
 from kdray.config import EngineConfig
 from kdray.core.buckets import Buckets, pass_sizes
+from kdray.kernels.cuda_invariant import workspace_bytes
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.mla import EXPAND_FROM_ROWS, ROW_BLOCK_FUSED, key_block
@@ -38,7 +39,12 @@ class StepMemory:
         """A step of prompts and trees: its rows in the widest layer, and logits of its trees."""
         held = self._layer_bytes(self._drawn + self.config.prefill_chunk)
         held += max(self._drawn_bytes(self._drawn), self._draft_logits)
-        return held + self._expanded_bytes() + (KEPT_BYTES if self.on_gpu else 0)
+        return held + self._expanded_bytes() + (self._kept_bytes if self.on_gpu else 0)
+
+    @property
+    def _kept_bytes(self) -> int:
+        own = workspace_bytes(self.model.kv_lora_rank) if self.config.batch_invariant else 0
+        return KEPT_BYTES + own
 
     @property
     def graphs(self) -> int:

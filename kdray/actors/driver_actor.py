@@ -211,7 +211,7 @@ class DriverActor:
             device=device,
             timeout_s=config.step_timeout_s,
         )
-        self._collectives.prove()
+        self._collectives.prove(in_rank_order=config.batch_invariant)
         return self._collectives
 
     def _group(self, verifier: Verifier, collectives: Collectives) -> LocalGroup | RankGroup:

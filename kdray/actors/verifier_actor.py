@@ -47,7 +47,7 @@ class VerifierActor:
             device=facts.device,
             timeout_s=config.step_timeout_s,
         )
-        collectives.prove()
+        collectives.prove(in_rank_order=config.batch_invariant)
         own = build_follower(config, facts, shard=Shard(rank, config.tp), collectives=collectives)
         beat = Heartbeat(rendezvous.heartbeat(rank)).beat
         receiver = ZmqReceiver(rendezvous.endpoint(rank), idle=beat)

@@ -45,6 +45,8 @@ class CudaOps:
     what the reference does. Workspaces belong to this object: use it on one stream at a time.
     """
 
+    batch_invariant = False
+
     def __init__(self, device: torch.device, loader: KernelLoader | None = None) -> None:
         self.loader = loader or KernelLoader(device)
         self.device = self.loader.device

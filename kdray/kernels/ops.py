@@ -7,12 +7,13 @@ E width of the residual stream, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.request import SamplingParams
@@ -21,6 +22,7 @@ from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.moe_layout import PackedExperts
 
 NO_ID = 2**31 - 1  # of a token that a shard does not have
+FIXED_ROWS = 128  # that library calls run at a time where ops are batch_invariant
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,6 +113,11 @@ class RoutingRule:
 
 class Ops(Protocol):
     """Chosen once, by load_ops(device); everybody else receives it."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits are the same whatever else is in its step."""
+        ...
 
     def topk_logprob(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k best tokens of each row with their full-vocabulary log-probs in fixed point.
@@ -287,9 +294,27 @@ class Ops(Protocol):
         ...
 
 
-def load_ops(device: str | torch.device) -> Ops:
-    """The implementation for a device; the only place that asks which one."""
+def at_fixed_size(rows: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """run over up to FIXED_ROWS rows [t, ..] among exactly so many: zeros stand behind them."""
+    missing = FIXED_ROWS - len(rows)
+    if missing == 0:
+        return run(rows)
+    padded = functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+    return run(padded)[: len(rows)]
+
+
+def load_ops(device: str | torch.device, *, batch_invariant: bool = False) -> Ops:
+    """The implementation for a device; the only place that asks which one.
+
+    batch_invariant: for models in bfloat16 on a GPU; raises ValueError elsewhere.
+    """
     device = torch.device(device)
+    if batch_invariant and device.type != "cuda":
+        raise ValueError(f"batch-invariant ops are for GPUs, not for {device}")
+    if batch_invariant:
+        from kdray.kernels.invariant_ops import InvariantOps
+
+        return InvariantOps(device)
     if device.type == "cuda":
         from kdray.kernels.cuda import CudaOps
 

@@ -49,6 +49,7 @@ from kdray.kernels.reference_sampling import sample_tokens
 class ReferenceOps:
     """kernels.ops.Ops without a kernel of our own."""
 
+    batch_invariant = False
     rms_norm = staticmethod(reference_fused.rms_norm)
     add_rms_norm = staticmethod(reference_fused.add_rms_norm)
     rope_cache = staticmethod(reference_fused.rope_cache)

@@ -150,7 +150,7 @@ class TargetModel:
         rows = Rows(
             turns=self.rope.turns(batch.position),
             slot=batch.slot,
-            split=AttentionSplit.of(batch.attention),
+            split=self._split(batch),
         )
         x = self.embed(batch.token)
         normed = self.ops.rms_norm(x, self.layers[0].attention_norm)
@@ -164,6 +164,12 @@ class TargetModel:
                 outputs[i] = x
         features = [outputs[i] for i in self.taps] or [x[:, :0]]
         return TargetOutput(hidden=normed, features=torch.cat(features, dim=-1))
+
+    def _split(self, batch: ForwardBatch) -> AttentionSplit:
+        """A row that is expanded has other bits than one that is not."""
+        if self.ops.batch_invariant:
+            return AttentionSplit(batch.attention, None, ())
+        return AttentionSplit.of(batch.attention)
 
     def _norm_after(self, layer: int) -> RmsNorm:
         """What reads a layer's output: the next layer, or the head."""

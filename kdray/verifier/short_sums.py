@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdray.errors import KernelError, LinkError
 from kdray.kernels.cuda_fused import CudaFused
-from kdray.kernels.cuda_reduce import MAX_RANKS, OneShotReduce, SharedRegions
+from kdray.kernels.cuda_reduce import MAX_RANKS, VECTOR_BYTES, OneShotReduce, SharedRegions
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.ops import Norm
 from kdray.model.layers import RmsNorm
@@ -44,6 +44,17 @@ class ShortSums:
     def takes(self, x: Tensor) -> bool:
         return x.numel() * x.itemsize <= self.limit_bytes and self.reduce.takes(x)
 
+    def takes_pieces(self, x: Tensor) -> bool:
+        """Whether reduce_pieces does, which adds as `reduce` does: in the ranks' order."""
+        whole = x.is_contiguous() and x.numel() * x.itemsize % VECTOR_BYTES == 0
+        return whole and self.reduce.takes(x.view(-1)[: CAPACITY_BYTES // x.itemsize])
+
+    def reduce_pieces(self, x: Tensor) -> Tensor:
+        """x of any length, in place."""
+        for piece in x.view(-1).split(CAPACITY_BYTES // x.itemsize):
+            self.reduce.all_reduce(piece)
+        return x
+
     def takes_norm(self, part: Tensor, x: Tensor, norm: Norm) -> bool:
         narrow = part.shape[-1] * part.itemsize <= NORM_WIDTH * torch.bfloat16.itemsize
         few = len(part) <= self.norm_rows
@@ -51,9 +62,11 @@ class ShortSums:
 
 
 def open_short_sums(
-    collectives: Collectives, shard: Shard, device: torch.device
+    collectives: Collectives, shard: Shard, device: torch.device, *, always: bool = False
 ) -> ShortSums | None:
     """None where the ranks cannot or may not read one another's memory, or nothing is faster by it.
+
+    always: for sums that are slower by it, too.
 
     All ranks call it together. Raises LinkError where sums come wrong, KernelError where they have
     other bits with the norm in the same launch.
@@ -72,6 +85,8 @@ def open_short_sums(
         norms.check(shard, rows)
     limit = _limit(reduce, collectives, shard, device)
     norm_rows = _norm_rows(norms, collectives, shard)
+    if always:
+        limit = CAPACITY_BYTES
     if limit == norm_rows == 0:
         regions.close()
         return None
