@@ -87,6 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=8)
     add("--tokens", type=int, default=48, help="of a reply at most")
     add("--budget", type=int, default=16, help="draft nodes of a tree")
+    add("--batch-invariant", action="store_true", help="trees and plain decoding say the same")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=min(16, os.cpu_count() or 1), help="that write")
     add("--out", type=Path, help="folder of the results file")
@@ -153,6 +154,7 @@ def check_folder(folder: Path, dtype: str, arguments: argparse.Namespace, record
         candidates=arguments.budget,
         max_requests=arguments.requests,
         max_model_len=MOST_TOKENS,
+        batch_invariant=arguments.batch_invariant and dtype == "bfloat16",
     )
     tokens = wide_checkpoint.tokens_in_play(ModelConfig.from_folder(config.model).vocab_size)
     visits = draw_visits(

@@ -9,7 +9,8 @@ while and must give the same tokens every time; pages are audited at every step.
 the same traffic through the engine as configured, step by step from the host, and plainly, and
 shows by how much the two tokens differed wherever two ways parted; where that is above what a near
 tie may be, why (causes.py). Requests that leave get as far as their steps went, and are compared as
-far as both ways go. Exits 1 where anything is wrong, or a parting has no cause in rounding.
+far as both ways go. Exits 1 where anything is wrong, or a parting has no cause in rounding, or at
+any parting with --batch-invariant.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ def compare(config: EngineConfig, arguments: argparse.Namespace, record: Record)
             },
         )
         add_causes(record, ways_of, partings, judge.near_tie)
+        good &= not (config.batch_invariant and partings)
         good &= all(parting.verdict(judge.near_tie) != "unexplained" for parting in partings)
     return good
 
