@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs import make_checkpoint
-from jobs.decode_ways import decode_on_ranks
+from jobs import check_full_width, make_checkpoint
 from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 from kdray.config import EngineConfig
 from kdray.engine import build_engine, resolve
@@ -127,8 +126,8 @@ def test_all_ways_say_the_same(device: torch.device, tmp_path: Path, kind: str) 
 def test_two_ranks_say_the_same_whatever_they_run(tmp_path: Path) -> None:
     config = config_of(**engine_kinds(tmp_path)["packed"], tp=2)
     visits = visits_of(24, 8000)
-    trees = decode_on_ranks(config, visits, after=nothing)
-    plain = decode_on_ranks(
+    trees = check_full_width.decode_on_ranks(config, visits, after=nothing)
+    plain = check_full_width.decode_on_ranks(
         replace(config, mode="plain", graphs=False, max_requests=2), visits, after=nothing
     )
     assert trees.replies == plain.replies
