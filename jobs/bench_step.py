@@ -32,6 +32,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -95,6 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--kv-tokens", type=int, default=300_000, help="that the KV pages hold")
     add("--page-size", type=int, default=64)
+    add("--batch-invariant", action="store_true", help="a row's bits, whatever shares its step")
     add("--replays", type=int, default=12, help="timed runs of a row, at most")
     add("--streams", type=int, nargs="+", default=[1, 128], help="requests of a round")
     add("--drafts", type=int, nargs="+", default=[3, 7, 15], help="draft nodes of a round's trees")
@@ -130,6 +132,7 @@ def config_of(arguments: argparse.Namespace, target: Path, drafter: Path) -> Eng
         kv_dtype=arguments.kv_dtype,
         draft_weights=arguments.draft_weights,
         draft_tp=arguments.draft_tp,
+        batch_invariant=arguments.batch_invariant,
         mode="tree",
         budget=drafts,
         max_requests=requests,
@@ -142,7 +145,7 @@ def config_of(arguments: argparse.Namespace, target: Path, drafter: Path) -> Eng
 
 def be_rank(rank: int, port: int, arguments: argparse.Namespace, config: EngineConfig) -> int:
     shard = Shard(rank, arguments.tp)
-    return run(arguments, config, shard, lambda device: meet(rank, shard.size, port, device))
+    return run(arguments, config, shard, partial(meet, rank, shard.size, port, config))
 
 
 def run(

@@ -175,7 +175,8 @@ def build_rank(
     set_up.say("\n" + plan.text())
     plan.check()
     draft = DFlashConfig.from_folder(facts.drafter)
-    ops, round_ops = WatchedOps(load_ops(device)), load_round_ops(device)
+    ops = WatchedOps(load_ops(device, batch_invariant=config.batch_invariant))
+    round_ops = load_round_ops(device)
     with set_up.part(f"weights of rank {shard.rank} of {shard.size}"):
         model = TargetModel.load(
             facts.target,

@@ -15,6 +15,7 @@ import torch
 from own_gpu import own_gpu
 from torch import Tensor
 
+from kdray.config import EngineConfig
 from kdray.errors import RankFailed
 from kdray.model.parallel import Collectives, SoloCollectives
 from kdray.verifier.collectives import TorchCollectives, open_store
@@ -105,8 +106,10 @@ def join(rank: int, size: int, port: int, device: torch.device) -> TorchCollecti
     )
 
 
-def meet(rank: int, size: int, port: int, device: torch.device) -> TorchCollectives:
+def meet(
+    rank: int, size: int, port: int, config: EngineConfig, device: torch.device
+) -> TorchCollectives:
     """As a gang meets: links proved, short sums by what was found to be faster."""
     collectives = join(rank, size, port, device)
-    collectives.prove()
+    collectives.prove(in_rank_order=config.batch_invariant)
     return collectives

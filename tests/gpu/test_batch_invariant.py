@@ -5,6 +5,7 @@ Random weights make texts of near ties, so that a last bit anywhere shows in the
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,14 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs import check_full_width, make_checkpoint
-from jobs.traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
+from jobs import make_checkpoint
 from kdray.config import EngineConfig
 from kdray.engine import build_engine, resolve
 from kdray.kernels.invariant_ops import InvariantOps
 from kdray.kernels.loader import KernelLoader
 from kdray.model.layers import RmsNorm, laid_out
 from tests.gpu.test_kv_room import WIDER
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "jobs"))
+
+from decode_ways import decode_on_ranks
+from traffic import Reply, Visit, demo_prompts, draw_visits, run_visits
 
 pytestmark = pytest.mark.gpu
 
@@ -126,8 +131,8 @@ def test_all_ways_say_the_same(device: torch.device, tmp_path: Path, kind: str) 
 def test_two_ranks_say_the_same_whatever_they_run(tmp_path: Path) -> None:
     config = config_of(**engine_kinds(tmp_path)["packed"], tp=2)
     visits = visits_of(24, 8000)
-    trees = check_full_width.decode_on_ranks(config, visits, after=nothing)
-    plain = check_full_width.decode_on_ranks(
+    trees = decode_on_ranks(config, visits, after=nothing)
+    plain = decode_on_ranks(
         replace(config, mode="plain", graphs=False, max_requests=2), visits, after=nothing
     )
     assert trees.replies == plain.replies
