@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         good = soak(config, arguments, record)
     else:
         dtype = str(resolve(config).dtype).removeprefix("torch.")
-        record = Record(f"lossless-{dtype}", vars(arguments) | {"out": None}, arguments.out)
+        kind = f"invariant-{dtype}" if config.batch_invariant else dtype
+        record = Record(f"lossless-{kind}", vars(arguments) | {"out": None}, arguments.out)
         good = compare(config, arguments, record)
     record.finish()
     return 0 if good else 1
