@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdray.kernels.latent_rows import is_fp8, quantised
+from kdray.kernels.matmul import matmul
 from kdray.kernels.ops import LiveRows, Norm, PlacedRows, RoutingRule
 
 
@@ -65,7 +66,7 @@ def absorb_query(
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """As in Ops."""
-    product = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    product = matmul(x.transpose(0, 1), weight).transpose(0, 1)
     return product if out is None else out.copy_(product)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kdray.kernels.matmul import matmul
 from kdray.kernels.ops import Norm
 from kdray.kernels.reference_fused import rms_norm, swiglu
 
@@ -18,7 +19,7 @@ def linear(
     """As in Ops."""
     dtype = x.dtype if dtype is None else dtype
     if x.dtype == weight.dtype == dtype:
-        product = x @ weight
+        product = matmul(x, weight)
     elif x.is_cuda and x.dtype == weight.dtype and dtype == torch.float32:
         product = torch.mm(x, weight, out_dtype=dtype)
     else:

@@ -22,6 +22,7 @@ from torch import Tensor
 from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.latent_rows import gathered
+from kdray.kernels.matmul import matmul
 from kdray.kernels.ops import Ops
 from kdray.kernels.page_tables import upload
 from kdray.model.layers import RmsNorm
@@ -225,6 +226,6 @@ class LatentAttention:
         """Cache rows [b, C + D] -> keys [H, b, N + D] and values [H, b, V]."""
         num_heads, _, latent_dim = self.key_up.shape
         latent, key = kept[:, :latent_dim], kept[:, latent_dim:]
-        nope = torch.matmul(latent, self.key_up.transpose(1, 2))
+        nope = matmul(latent, self.key_up.transpose(1, 2))
         shared = key.expand(num_heads, -1, -1)
-        return torch.cat([nope, shared], dim=-1), torch.matmul(latent, self.value_up)
+        return torch.cat([nope, shared], dim=-1), matmul(latent, self.value_up)

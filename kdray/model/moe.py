@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.matmul import matmul
 from kdray.kernels.moe_layout import PackedExperts
 from kdray.kernels.ops import FIXED_ROWS, LiveRows, Ops, RoutingRule, at_fixed_size
 from kdray.model.config import ModelConfig
@@ -126,7 +127,8 @@ class MoE(NamedTuple):
         """The weighted sum of a single row, which needs no sorting: plain decoding spends 0.1 ms
         less."""
         experts = routing.expert[0].tolist()
-        outputs = [self.ops.swiglu(x @ self.gate_up[e]) @ self.down[e] for e in experts]
+        inner = [self.ops.swiglu(matmul(x, self.gate_up[e])) for e in experts]
+        outputs = [matmul(row, self.down[e]) for row, e in zip(inner, experts, strict=True)]
         return routing.weight @ torch.cat(outputs).float()
 
     def _chosen(self, x: Tensor, expert: Tensor) -> Tensor:
@@ -224,4 +226,4 @@ def has_grouped_product(x: Tensor, down: Tensor) -> bool:
 def _per_expert(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """The first counts[0] rows times weight[0], the next counts[1] times weight[1], .. stacked."""
     parts = rows.split_with_sizes(counts)
-    return torch.cat([part @ weight[x] for x, part in enumerate(parts) if counts[x]])
+    return torch.cat([matmul(part, weight[x]) for x, part in enumerate(parts) if counts[x]])
