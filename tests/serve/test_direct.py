@@ -100,5 +100,7 @@ async def _refuses(port: int) -> None:
                 _, writer = await asyncio.open_connection(HOST, port)
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # it waited to be accepted while the port closed
+                continue
             writer.close()
             await asyncio.sleep(0.01)
