@@ -1,4 +1,5 @@
-"""Kernels on the CPU: a .cu file of kdray/kernels built by g++ behind simt.h, driven by ctypes."""
+"""Kernels on the CPU: a .cu file of kdray/kernels built by g++ behind simt.h, with simt.cpp beside
+it, driven by ctypes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,10 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kdray" / "kernels"
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-fno-gnu-unique")
+FLAGS = ("-std=c++17", "-fPIC", "-w", "-fno-gnu-unique", "-fno-semantic-interposition")
+KERNEL_FLAGS = (*FLAGS, "-O1", "-shared", "-include", str(HERE / "simt.h"))
+# It jumps between stacks, which a fortified longjmp takes for a fault.
+MACHINE_FLAGS = (*FLAGS, "-O2", "-U_FORTIFY_SOURCE", "-c")
 BUILDS = Path(tempfile.gettempdir()) / "kdray-simt"
 
 Argument = NDArray[np.generic] | np.generic | int | None
@@ -77,24 +82,34 @@ def _three(size: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint]:
 
 
 def _build(name: str, defines: Mapping[str, str | int]) -> Path:
-    text = _host_source(name)
-    headers = b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.cuh")))
-    shim = (HERE / "simt.h").read_bytes()
-    key = hashlib.sha256(repr((text, headers, shim, FLAGS, sorted(defines.items()))).encode())
-    library = BUILDS / f"{name}-{key.hexdigest()[:20]}.so"
-    if not library.exists():
+    headers = [path.read_text() for path in sorted(KERNELS.glob("*.cuh"))]
+    macros = [f"-D{key}={value}" for key, value in sorted(defines.items())]
+    flags = (*KERNEL_FLAGS, *macros, f"-I{KERNELS}")
+    return _compiled(f"{name}.so", _host_source(name), headers, flags, _machine())
+
+
+@cache
+def _machine() -> Path:
+    text = (HERE / "simt.cpp").read_text()
+    return _compiled("simt.o", text, [], (*MACHINE_FLAGS, f"-I{HERE}"))
+
+
+def _compiled(
+    name: str, text: str, headers: Sequence[str], flags: Sequence[str], *objects: Path
+) -> Path:
+    """One compilation serves all processes and runs that ask for the same."""
+    known = (text, headers, (HERE / "simt.h").read_text(), flags, objects)
+    built = BUILDS / f"{hashlib.sha256(repr(known).encode()).hexdigest()[:20]}-{name}"
+    if not built.exists():
         BUILDS.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILDS) as folder:
-            source, built = Path(folder, f"{name}.cpp"), Path(folder, "built.so")
+            source, result = Path(folder, "source.cpp"), Path(folder, name)
             source.write_text(text)
-            macros = [f"-D{key}={value}" for key, value in defines.items()]
-            command = ["g++", *FLAGS, *macros, f"-I{KERNELS}", "-include", HERE / "simt.h"]
-            done = subprocess.run(
-                [*command, "-o", built, source], capture_output=True, text=True, check=False
-            )
+            command = ["g++", *flags, "-o", result, source, *objects]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
-            built.replace(library)
-    return library
+            result.replace(built)
+    return built
 
 
 def _host_source(name: str) -> str:
