@@ -15,7 +15,6 @@
 // Not covered, as no kernel here needs it: partial masks, cooperative groups, textures, streams.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -151,8 +150,16 @@ T value_of(uint64_t raw)
 
 }  // namespace simt
 
-using std::max;
-using std::min;
+template <class T>
+T max(T a, T b)
+{
+    return a < b ? b : a;
+}
+template <class T>
+T min(T a, T b)
+{
+    return b < a ? b : a;
+}
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::rendezvous("syncwarp", mask, 0); }
 inline void __syncthreads() { simt::block_rendezvous("syncthreads", 0); }
@@ -237,14 +244,14 @@ template <class T>
 T atomicMax(T* at, T v)
 {
     const T old = *at;
-    *at = std::max(old, v);
+    *at = max(old, v);
     return old;
 }
 template <class T>
 T atomicMin(T* at, T v)
 {
     const T old = *at;
-    *at = std::min(old, v);
+    *at = min(old, v);
     return old;
 }
 template <class T>
