@@ -173,7 +173,8 @@ def run(
     with set_up.part("collectives"):
         collectives = Mutable(met(facts.device), shard.size) if met else alone(shard.size)
     rank = build_rank(config, facts, shard, collectives, set_up)
-    record = Record("step", options(arguments), arguments.out) if leads else None
+    name = "step-invariant" if config.batch_invariant else "step"
+    record = Record(name, options(arguments), arguments.out) if leads else None
     bench = Bench(arguments, rank, ceilings, record, start)
     run_parts(bench)
     if record is not None:

@@ -29,7 +29,7 @@ from kdray.arguments import HelpFormatter, add_engine_arguments, engine_config
 from kdray.cards import Card, card_found, card_named
 from kdray.config import EngineConfig
 from kdray.errors import ConfigError, KdrayError
-from kdray.facts import PageWish, max_model_len, page_wish, row_format
+from kdray.facts import PageWish, check_invariant, max_model_len, page_wish, row_format
 from kdray.kv_room import common_pages, decision
 from kdray.memory_plan import GIB, MemoryPlan, Planned, fitting_ranks
 from kdray.model.config import ModelConfig
@@ -83,6 +83,7 @@ def plan_for(config: EngineConfig) -> Planned:
     model = ModelConfig.from_folder(folder)
     check_shard(model, Shard(0, config.tp))
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    check_invariant(config, model, GPU.type, dtype)
     return Planned(
         config=config,
         model=model,

@@ -9,7 +9,7 @@ import torch
 
 from kdray.config import EngineConfig
 from kdray.core.buckets import Buckets, pass_sizes
-from kdray.kernels.cuda_invariant import workspace_bytes
+from kdray.kernels.cuda_invariant import LAUNCH_ITEMS, items_of, workspace_bytes
 from kdray.model.config import ModelConfig
 from kdray.model.dflash_config import DFlashConfig
 from kdray.model.mla import EXPAND_FROM_ROWS, ROW_BLOCK_FUSED, key_block
@@ -55,9 +55,11 @@ class StepMemory:
         output stays.
         """
         buckets = Buckets.of(self.config.max_requests, self.config.budget)
-        rounds = len(buckets.requests) * len(buckets.num_nodes)
         layers = self.model.num_hidden_layers + (len(self.drafter.layers) if self.drafter else 0)
-        nodes = rounds * (layers * NODES_A_LAYER + NODES_A_ROUND) * GRAPH_NODE_BYTES
+        nodes = GRAPH_NODE_BYTES * sum(
+            layers * NODES_A_LAYER * self._slices(requests * num_nodes) + NODES_A_ROUND
+            for requests, num_nodes in buckets.sizes()
+        )
         logits = self._drawn_bytes(-(-self._drawn // self.config.tp))
         round_holds = self._layer_bytes(self._drawn) + max(logits, self._draft_logits)
         pass_holds = self._layer_bytes(pass_sizes(self.config.prefill_chunk)[-1])
@@ -67,9 +69,17 @@ class StepMemory:
     def _step_passes(self) -> int:
         """Their kernels and outputs; the last norm's holds the sum before it, too."""
         sizes, layers = pass_sizes(self.config.prefill_chunk), self.model.num_hidden_layers
-        nodes = len(sizes) * layers * NODES_A_PASS_LAYER * GRAPH_NODE_BYTES
+        slices = sum(self._slices(rows) for rows in sizes)
+        nodes = slices * layers * NODES_A_PASS_LAYER * GRAPH_NODE_BYTES
         kept = sum(sizes) * (2 + self._taps) * self.model.hidden_size * self.dtype.itemsize
         return nodes + kept
+
+    def _slices(self, rows: int) -> int:
+        """Launches for one: batch-invariant ops take rows in slices, and attention heads, too."""
+        if not self.config.batch_invariant:
+            return 1
+        heads = self.model.num_attention_heads // self.config.tp
+        return -(-rows * items_of(heads) // LAUNCH_ITEMS)
 
     @property
     def _taps(self) -> int:
@@ -117,7 +127,7 @@ class StepMemory:
     def _expanded_bytes(self) -> int:
         """A block of keys and values per head, and the attention over it (kdray.model.mla)."""
         model, rows = self.model, min(self.config.prefill_chunk, ROW_BLOCK_FUSED)
-        if not self.on_gpu or rows < EXPAND_FROM_ROWS:
+        if not self.on_gpu or rows < EXPAND_FROM_ROWS or self.config.batch_invariant:
             return 0
         heads = model.num_attention_heads // self.config.tp
         keys = key_block(heads, on_gpu=True)

@@ -18,9 +18,10 @@ from kdray.errors import ConfigError, KernelError
 from kdray.facts import check_invariant, resolve
 from kdray.kernels import reference_gemm
 from kdray.kernels.cuda_invariant import workspace_bytes
+from kdray.kernels.fixed_rows import FIXED_ROWS, at_fixed_size
 from kdray.kernels.invariant_ops import InvariantOps
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import FIXED_ROWS, at_fixed_size, load_ops
+from kdray.kernels.ops import load_ops
 from kdray.kernels.reference import ReferenceOps
 from kdray.model.config import ModelConfig
 from kdray.model.target import TargetModel
@@ -63,6 +64,23 @@ def test_products_of_any_number_of_rows(ops: InvariantOps) -> None:
         close(gates, reference_gemm.gated_linear(x, both))
         few = ops.linear_and_gated(x[:9], weight, both, dtype=torch.float32)
         assert torch.equal(few[0], logits[:9]) and torch.equal(few[1], gates[:9])
+
+
+def test_a_gate_that_no_kernel_takes_beside_a_product_that_one_does(
+    ops: InvariantOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, gate_up = drawn(9, 64), drawn(16, 64, seed=1).mT, drawn(24, 64, seed=2).mT / 8
+    by_library, sizes = reference_gemm.gated_linear, []
+
+    def watched(x: Tensor, gate_up: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return by_library(x, gate_up)
+
+    monkeypatch.setattr(reference_gemm, "gated_linear", watched)
+    logits, gates = ops.linear_and_gated(x, weight, gate_up)
+    assert sizes == [FIXED_ROWS]
+    assert torch.equal(logits, ops.linear(x, weight))
+    close(gates, by_library(x, gate_up))
 
 
 def test_products_a_head_of_any_number_of_rows(ops: InvariantOps) -> None:
@@ -123,10 +141,16 @@ def test_it_is_for_bfloat16_on_gpus() -> None:
         check_invariant(replace(WISHED, page_size=48), model, "cuda", torch.bfloat16)
 
 
-def test_the_plan_counts_its_workspace() -> None:
-    without, with_it = (kimi(8, batch_invariant=wish).plan(0, RTX) for wish in (False, True))
-    assert with_it.fixed - without.fixed == workspace_bytes(512)
-    assert with_it.pages < without.pages
+def test_the_plan_counts_its_workspace_and_its_launches() -> None:
+    def items(**wishes: object) -> dict[str, int]:
+        return {item.name: item.bytes for item in kimi(8, **wishes).plan(0, RTX).items}
+
+    small: dict[str, object] = {"max_requests": 1, "prefill_chunk": 128}  # one launch does for all
+    usual, invariant = (items(batch_invariant=wish, **small) for wish in (False, True))
+    assert invariant["workspaces"] - usual["workspaces"] == workspace_bytes(512)
+    assert invariant["CUDA graphs"] == usual["CUDA graphs"]
+    usual, invariant = (items(batch_invariant=wish, max_requests=128) for wish in (False, True))
+    assert invariant["CUDA graphs"] > usual["CUDA graphs"] + (1 << 27)
 
 
 NUMBERS = 1000

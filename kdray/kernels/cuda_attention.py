@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from kdray.errors import KernelError
 from kdray.kernels import latent_rows
-from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
 from kdray.kernels.attention_table import SHAPES, AttentionPlan
+from kdray.kernels.batch_plans import BatchPlans
 from kdray.kernels.cuda_plan import MAX_BLOCKS, AttentionPlanner, AttentionSchedule
 from kdray.kernels.loader import MAX_BLOCK_BYTES, NO_DEFINES, Kernel, KernelLoader
 from kdray.kernels.nvrtc import Defines
@@ -38,11 +37,7 @@ class CudaAttention:
         self._planner = AttentionPlanner(loader, plan)
         self._variant = dict(variant)
         self._work: dict[tuple[torch.dtype, int], _Workspace] = {}
-        # Every layer of a step attends alike: what the layers share is laid out once a batch. None:
-        # the batch is the rows, which a value must not keep alive.
-        self._laid_out: WeakKeyDictionary[
-            AnyAttentionBatch, tuple[AttentionRows | None, AttentionSchedule]
-        ] = WeakKeyDictionary()
+        self._laid_out = BatchPlans[AttentionSchedule](loader.device)
 
     def verify_attention(
         self,
@@ -57,18 +52,13 @@ class CudaAttention:
         All calls for a batch have as many heads, in one dtype.
         """
         out = query.new_empty(*query.shape[:2], latent_dim)
-        laid_out = self._laid_out.get(batch)
-        rows = laid_out[0] if laid_out is not None else self._lay_out(batch)
-        if rows is None:
-            assert isinstance(batch, AttentionRows)
-            rows = batch
-        if laid_out is None:
+
+        def plan(rows: AttentionRows) -> AttentionSchedule:
             _check(out, query, cache, rows)
-            schedule = self.schedule(rows, query.dtype, query.shape[1])
-            self._laid_out[batch] = (None if rows is batch else rows), schedule
-        else:
-            schedule = laid_out[1]
-        self.attend(out, query, cache, rows, schedule, scale, planned=laid_out is not None)
+            return self.schedule(rows, query.dtype, query.shape[1])
+
+        rows, schedule, planned = self._laid_out.of(batch, plan)
+        self.attend(out, query, cache, rows, schedule, scale, planned=planned)
         return out
 
     def schedule(self, rows: AttentionRows, dtype: torch.dtype, heads: int) -> AttentionSchedule:
@@ -116,13 +106,6 @@ class CudaAttention:
             shared_bytes=shared_bytes(query.dtype, latent_dim, rope_dim, fp8),
             overlap=True,
         )
-
-    def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
-        if isinstance(batch, AttentionRows):
-            return batch
-        if isinstance(batch, AttentionBatch):
-            return AttentionRows.of(batch, self._loader.device)
-        return AttentionRows.of_device(batch)
 
     def _kernel(self, dtype: torch.dtype, latent_dim: int, rope_dim: int, fp8: bool) -> Kernel:
         wished = defines(latent_dim, rope_dim, fp8) | self._variant

@@ -67,7 +67,7 @@ class CudaGemm:
         return out
 
     def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        if not takes(x, gate_up) or gate_up.shape[1] % (2 * VECTOR):
+        if not takes_gated(x, gate_up):
             return reference_gemm.gated_linear(x, gate_up)
         out = x.new_empty(len(x), gate_up.shape[1] // 2)
         self._launch(out[:, None], x[:, None], gate_up[None], None, gated=True)
@@ -145,7 +145,7 @@ class CudaGemm:
 
     def _pair_plan(self, x: Tensor, weight: Tensor, gate_up: Tensor) -> GemmPlan | None:
         """None where one launch cannot do it."""
-        if not takes(x, weight) or not takes(x, gate_up) or gate_up.shape[1] % (2 * VECTOR):
+        if not takes(x, weight) or not takes_gated(x, gate_up):
             return None
         first, second = (GemmShape(*matrix.shape) for matrix in (weight, gate_up))
         tiles = token_tiles_for(len(x))
@@ -199,6 +199,11 @@ def _joined(plan: GemmPlan, *matrices: Tensor) -> GemmShape:
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether skinny_gemm.cu takes x [T, in] @ weight [in, out]."""
     return x.dim() == 2 and weight.dim() == 2 and takes_heads(x[:, None], weight[None], None)
+
+
+def takes_gated(x: Tensor, gate_up: Tensor) -> bool:
+    """The same of a gated product, whose halves are whole vectors each."""
+    return takes(x, gate_up) and gate_up.shape[1] % (2 * VECTOR) == 0
 
 
 def takes_heads(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:

@@ -1,31 +1,23 @@
-"""Launches verify_attention_invariant.cu: tree attention whose bits do not depend on the step."""
+"""Launches plan_paths.cu and verify_attention_invariant.cu: tree attention with bits that no step
+changes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
-from kdray.kernels.attention_batch import AttentionBatch
 from kdray.kernels.attention_rows import AnyAttentionBatch, AttentionRows
-from kdray.kernels.loader import (
-    MAX_BLOCK_BYTES,
-    NO_DEFINES,
-    Kernel,
-    KernelLoader,
-    processors_of,
-)
-from kdray.kernels.nvrtc import Defines
+from kdray.kernels.batch_plans import BatchPlans
+from kdray.kernels.cuda_attention import LOG2_E
+from kdray.kernels.loader import MAX_BLOCK_BYTES, KernelLoader, processors_of
 
-LOG2_E = math.log2(math.e)
 EIGHT = 8  # heads of an item
-SEGMENTS = 64  # as in the .cu file, and so are the others
+SEGMENTS = 64  # as in the kernels' files, and so are the others
 FIRST_SEGMENT = 128
 CHUNK = 32
 GROUP = 4
@@ -38,7 +30,7 @@ BLOCKS_A_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """What each of T rows sees, for all layers: as the .cu file says.
+    """What each of T rows sees, for all layers: as plan_paths.cu says.
 
     info [T, 4] int32, path [T, N] int32, unit [launches, 1 + 128 * 64] int32
     """
@@ -54,11 +46,7 @@ class CudaInvariantAttention:
     def __init__(self, loader: KernelLoader) -> None:
         self._loader = loader
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
-        # Who sees what is laid out once a step, for all layers. None: the batch is the rows, which
-        # a value must not keep alive.
-        self._laid_out: WeakKeyDictionary[AnyAttentionBatch, tuple[AttentionRows | None, Paths]] = (
-            WeakKeyDictionary()
-        )
+        self._laid_out = BatchPlans[Paths](loader.device)
 
     def verify_attention(
         self,
@@ -70,7 +58,7 @@ class CudaInvariantAttention:
     ) -> Tensor:
         """As kernels.ops.Ops.verify_attention; raises KernelError for what `takes` denies.
 
-        All calls for a batch have as many rows.
+        All calls for a batch have as many rows and heads.
         """
         out = query.new_empty(*query.shape[:2], latent_dim)
         if not takes(query, cache, batch.page_size, latent_dim):
@@ -80,18 +68,10 @@ class CudaInvariantAttention:
                 f"{batch.page_size}: bfloat16, C a multiple of 64, D of 16, rows from 16-byte "
                 "boundaries on, pages of a power of two"
             )
-        laid_out = self._laid_out.get(batch)
-        if laid_out is None:
-            rows = self._lay_out(batch)
-            paths = self.plan(rows, len(query), query.shape[1])
-            self._laid_out[batch] = (None if rows is batch else rows), paths
-            self.attend(out, query, cache, rows, paths, scale)
-            return out
-        held, paths = laid_out
-        if held is None:
-            assert isinstance(batch, AttentionRows)
-            held = batch
-        self.attend(out, query, cache, held, paths, scale, planned=True)
+        rows, paths, planned = self._laid_out.of(
+            batch, lambda rows: self.plan(rows, *query.shape[:2])
+        )
+        self.attend(out, query, cache, rows, paths, scale, planned=planned)
         return out
 
     def plan(self, rows: AttentionRows, num_rows: int, heads: int) -> Paths:
@@ -109,7 +89,7 @@ class CudaInvariantAttention:
             unit=empty(launches, 1 + LAUNCH_ITEMS * SEGMENTS),
         )
         if num_rows and requests:
-            self._get("plan_paths").launch(
+            self._loader.get("plan_paths", "plan_paths").launch(
                 -(-num_rows // PLAN_THREADS),
                 PLAN_THREADS,
                 (
@@ -120,7 +100,9 @@ class CudaInvariantAttention:
                 overlap=True,
             )
             arguments = (paths.unit, paths.info, num_rows * a_row, a_row)
-            self._get("plan_units").launch(launches, THREADS, arguments, overlap=True)
+            self._loader.get("plan_paths", "plan_units").launch(
+                launches, THREADS, arguments, overlap=True
+            )
         return paths
 
     def attend(
@@ -145,8 +127,9 @@ class CudaInvariantAttention:
         heads, latent_dim = out.shape[1:]
         rope_dim = query.shape[2] - latent_dim
         wished = defines(latent_dim, rope_dim)
-        segments = self._get("verify_attention_invariant", wished)
-        merge = self._get("merge_invariant", wished)
+        name = "verify_attention_invariant"
+        segments = self._loader.get(name, name, wished)
+        merge = self._loader.get(name, "merge_invariant", wished)
         value, norm = self._workspace(latent_dim)
         items = len(query) * items_of(heads)
         most_blocks = BLOCKS_A_PROCESSOR * processors_of(self._loader.device)
@@ -172,16 +155,6 @@ class CudaInvariantAttention:
                 (out, value, norm, paths.info, first, heads),
                 overlap=True,
             )
-
-    def _get(self, entry: str, wished: Defines = NO_DEFINES) -> Kernel:
-        return self._loader.get("verify_attention_invariant", entry, wished)
-
-    def _lay_out(self, batch: AnyAttentionBatch) -> AttentionRows:
-        if isinstance(batch, AttentionRows):
-            return batch
-        if isinstance(batch, AttentionBatch):
-            return AttentionRows.of(batch, self._loader.device)
-        return AttentionRows.of_device(batch)
 
     def _workspace(self, latent_dim: int) -> tuple[Tensor, Tensor]:
         """Parts of segments on their way to merge_invariant, of all launches alike."""

@@ -8,8 +8,6 @@ every row, wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,9 @@ from kdray.kernels import cuda_gemm, cuda_moe, reference_gemm
 from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.cuda import CudaOps
 from kdray.kernels.cuda_invariant import CudaInvariantAttention
+from kdray.kernels.fixed_rows import FIXED_ROWS, at_fixed_size, in_slices
 from kdray.kernels.loader import KernelLoader
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import at_fixed_size
 
 
 class InvariantOps(CudaOps):
@@ -55,29 +53,28 @@ class InvariantOps(CudaOps):
                 return self._gemm.linear(rows, weight, dtype=dtype)
             return at_fixed_size(rows, lambda x: reference_gemm.linear(x, weight, dtype=dtype))
 
-        out = _sliced(x, product)
+        out = in_slices(x, product)
         return out if add is None else out + add
 
     def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
         def product(rows: Tensor) -> Tensor:
-            if cuda_gemm.takes(rows, gate_up) and gate_up.shape[1] % (2 * cuda_gemm.VECTOR) == 0:
+            if cuda_gemm.takes_gated(rows, gate_up):
                 return self._gemm.gated_linear(rows, gate_up)
             return at_fixed_size(rows, lambda x: reference_gemm.gated_linear(x, gate_up))
 
-        return _sliced(x, product)
+        return in_slices(x, product)
 
     def linear_and_gated(
         self, x: Tensor, weight: Tensor, gate_up: Tensor, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        whole = 0 < len(x) <= cuda_gemm.MOST_TOKENS
-        if whole and cuda_gemm.takes(x, weight) and cuda_gemm.takes(x, gate_up):
+        if cuda_gemm.takes(x, weight) and cuda_gemm.takes_gated(x, gate_up):
             return super().linear_and_gated(x, weight, gate_up, dtype=dtype)
         return self.linear(x, weight, dtype=dtype), self.gated_linear(x, gate_up)
 
     def per_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = x.new_empty(*x.shape[:2], weight.shape[2])
-        slices = (tensor.split(cuda_gemm.MOST_TOKENS) for tensor in (x, out))
+        slices = (tensor.split(FIXED_ROWS) for tensor in (x, out))
         for rows, to in zip(*slices, strict=True):
             if cuda_gemm.takes_heads(rows, weight, to):
                 self._gemm.per_head(rows, weight, to)
@@ -99,9 +96,3 @@ class InvariantOps(CudaOps):
                 "experts of these sizes; leave batch_invariant out"
             )
         return super().moe_w4a16(x, expert, weight, experts, shared)
-
-
-def _sliced(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """run over up to 128 rows at a time."""
-    pieces = [run(rows) for rows in x.split(cuda_gemm.MOST_TOKENS)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -7,13 +7,12 @@ E width of the residual stream, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kdray.core.plan import AcceptedPaths, Candidates, DraftTrees
 from kdray.core.request import SamplingParams
@@ -22,7 +21,6 @@ from kdray.kernels.attention_rows import AnyAttentionBatch
 from kdray.kernels.moe_layout import PackedExperts
 
 NO_ID = 2**31 - 1  # of a token that a shard does not have
-FIXED_ROWS = 128  # that library calls run at a time where ops are batch_invariant
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -292,15 +290,6 @@ class Ops(Protocol):
         All rows are read before any is written.
         """
         ...
-
-
-def at_fixed_size(rows: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """run over up to FIXED_ROWS rows [t, ..] among exactly so many: zeros stand behind them."""
-    missing = FIXED_ROWS - len(rows)
-    if missing == 0:
-        return run(rows)
-    padded = functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    return run(padded)[: len(rows)]
 
 
 def load_ops(device: str | torch.device, *, batch_invariant: bool = False) -> Ops:

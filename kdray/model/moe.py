@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdray.kernels.fixed_rows import at_fixed_size, in_slices
 from kdray.kernels.matmul import matmul
 from kdray.kernels.moe_layout import PackedExperts
-from kdray.kernels.ops import FIXED_ROWS, LiveRows, Ops, RoutingRule, at_fixed_size
+from kdray.kernels.ops import LiveRows, Ops, RoutingRule
 from kdray.model.config import ModelConfig
 
 # A gathered expert's weights are read, written, and read again; where all experts run they are read
@@ -107,11 +108,10 @@ class MoE(NamedTuple):
         Sums are fp32, rounded once. Padding is routed like any row: shapes are fixed here, and
         fewer rows would save nothing.
         """
-        if (
-            self.ops.batch_invariant
-        ):  # what runs, and in which order it adds, follows from the shapes
-            return torch.cat([at_fixed_size(rows, self._partial) for rows in x.split(FIXED_ROWS)])
-        return self._partial(x)
+        if not self.ops.batch_invariant:
+            return self._partial(x)
+        # What runs, and in which order it adds, follows from the shapes.
+        return in_slices(x, lambda rows: at_fixed_size(rows, self._partial))
 
     def _partial(self, x: Tensor) -> Tensor:
         logits, inner = self.router.logits_beside(x, self.shared.gate_up)

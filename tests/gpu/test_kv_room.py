@@ -48,7 +48,7 @@ def counted(plan: MemoryPlan) -> int:
     return sum(held) + (plan.pages + SPARE_PAGES) * plan.page_bytes
 
 
-@pytest.mark.parametrize("kind", ["demo", "packed", "unpacked"])
+@pytest.mark.parametrize("kind", ["demo", "packed", "unpacked", "batch invariant"])
 def test_the_peak_is_within_the_plan(
     device: torch.device, wider: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -59,6 +59,7 @@ def test_the_peak_is_within_the_plan(
         max_requests=24,
         budget=24,
         prefill_chunk=1024,
+        batch_invariant=kind == "batch invariant",
         **model,  # type: ignore[arg-type]
     )
     facts = resolve(config)

@@ -48,6 +48,13 @@ def test_wider_plans_share_the_drafter_as_wide(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.endswith("tp 8 fits\n")
 
 
+def test_batch_invariant_rows_in_fp8_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpu", "RTX PRO 6000", "--tp", "8", "--batch-invariant")
+    assert run(*words) == 0
+    assert run(*words, "--kv-dtype", "fp8") == 1
+    assert "batch_invariant is for models in bfloat16" in capsys.readouterr().err
+
+
 def test_what_cannot_be_split_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--gpu", "H200", "--tp", "3") == 1
     assert "tp 3 must divide num_attention_heads 64" in capsys.readouterr().err

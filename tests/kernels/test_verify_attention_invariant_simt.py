@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from kdray.errors import KernelError
-from kdray.kernels.cuda_invariant import LAUNCH_ITEMS, CudaInvariantAttention, shared_bytes, takes
+from kdray.kernels.cuda_invariant import (
+    FIRST_SEGMENT,
+    GROUP,
+    LAUNCH_ITEMS,
+    CudaInvariantAttention,
+    items_of,
+    shared_bytes,
+    takes,
+)
 from kdray.kernels.loader import MAX_BLOCK_BYTES
 from tests.kernels.attention_cases import (
     CHAIN,
@@ -100,6 +108,39 @@ def test_segments_grow_where_there_would_be_too_many() -> None:
     out = attend(case)
     assert difference(out, expected(case, SCALE, 64)) < BOUND
     assert torch.equal(out, attend(every_row_alone(case, 64)))
+
+
+@pytest.mark.parametrize("heads", [3, 20])
+def test_every_segment_of_every_item_is_in_one_unit(heads: int) -> None:
+    """Neighbours share one where it lies before all their own rows, or they are of one row."""
+    parts = [Part(300, nodes=9), Part(0, known=40, padding=2), Part(700, nodes=17, shape=CHAIN)]
+    case = make(parts, heads=heads)
+    paths = CudaInvariantAttention(simt_loader()).plan(case.rows(), case.num_rows, heads)
+    a_row = items_of(heads)
+    keys = paths.info[:, 2].tolist()
+    wanted = {
+        (row * a_row + head, segment)
+        for row, count in enumerate(keys)
+        for head in range(a_row)
+        for segment in range(-(-count // FIRST_SEGMENT))
+    }
+    found: list[tuple[int, int]] = []
+    for launch, (count, *units) in enumerate(paths.unit.tolist()):
+        for unit in units[:count]:
+            first, size, segment = unit >> 16, unit >> 8 & 255, unit & 255
+            own = [launch * LAUNCH_ITEMS + first + i for i in range(size)]
+            found += [(item, segment) for item in own]
+            assert size <= GROUP and first // GROUP == (first + size - 1) // GROUP
+            rows = {item // a_row for item in own}
+            request, limit = paths.info[sorted(rows), 0], paths.info[sorted(rows), 1]
+            shared = (
+                bool((request == request[0]).all()) and (segment + 1) * FIRST_SEGMENT <= limit.min()
+            )
+            assert len(rows) == 1 or shared
+    assert len(found) == len(set(found)) and set(found) == wanted
+    assert (
+        max(unit >> 8 & 255 for unit in paths.unit[0, 1 : 1 + paths.unit[0, 0]].tolist()) == GROUP
+    )
 
 
 def test_more_rows_than_a_launch_takes() -> None:
